@@ -1,0 +1,268 @@
+"""Step time of the 3.14B Llama-shaped model: this engine beside its peers, each in a process of its own, in one run.
+
+    python benchmarks/bench_step.py --out results.json            # on a machine with a GPU
+    python benchmarks/bench_step.py --size tiny --device cpu      # dry run anywhere
+
+Modes: `limit` is forward and backward alone; `gpu` keeps everything on the GPU (fp32 master, torch's fused AdamW);
+`fsdp2` is FSDP2 with CPU offload and fused AdamW; `engine:N` is OffloadAdamW with N per cent of its buckets retained.
+Step time is the median of the differences between the ends of successive steps, after a warm-up; what overlaps the next
+forward is part of the steady state of every mode. Model FLOPs are 6·N·tokens plus causal attention, no recompute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# hidden, layers, mlp, heads, vocabulary
+SIZES = {"3b": (3072, 26, 8192, 24, 32000), "1b": (2048, 22, 5632, 16, 32000), "tiny": (128, 4, 344, 4, 1000)}
+PEAK_BF16_TFLOPS = 990.0
+
+
+def build(args: argparse.Namespace, dtype: torch.dtype, device: str) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, layers, mlp, heads, vocab = SIZES[args.size]
+    config = LlamaConfig(hidden_size=hidden, num_hidden_layers=layers, intermediate_size=mlp,
+                         num_attention_heads=heads, num_key_value_heads=heads, vocab_size=vocab,
+                         max_position_embeddings=args.seq, tie_word_embeddings=False, use_cache=False)  # fmt: skip
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    if args.recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+class Clock:
+    """Marks the end of each step on the device, without waiting for it."""
+
+    def __init__(self, cuda: bool):
+        self.cuda, self.marks = cuda, []  # type: ignore[var-annotated]
+
+    def mark(self) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        if self.cuda:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) / 1e3 for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        return [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
+
+
+def run_mode(args: argparse.Namespace) -> dict[str, Any]:
+    mode, cuda = args.mode, args.device == "cuda"
+    batch = args.tokens // args.seq
+    torch.manual_seed(1)
+    x = torch.randint(0, SIZES[args.size][4], (batch, args.seq), device=args.device)
+    extra: dict[str, Any] = {}
+    opt = None
+    if mode == "fsdp2":
+        step, params = fsdp2(args, x)
+    else:
+        model = build(args, torch.bfloat16, args.device)
+        params = sum(p.numel() for p in model.parameters())
+        if mode == "limit":
+
+            def step() -> torch.Tensor:
+                loss = model(input_ids=x, labels=x).loss
+                loss.backward()
+                model.zero_grad(set_to_none=True)
+                return loss
+        elif mode == "gpu":
+            step = all_on_gpu(args, model, x)
+        else:
+            step, opt, extra = engine(args, model, x)
+    clock = Clock(cuda)
+    losses = []
+    setup_peak = torch.cuda.max_memory_allocated() if cuda else 0
+    for i in range(args.warmup + args.steps):
+        if i == args.warmup and cuda:
+            torch.cuda.reset_peak_memory_stats()
+        loss = step()
+        clock.mark()
+        losses.append(loss.detach())
+    times = clock.seconds()[args.warmup - 1 :]
+    if opt is not None:
+        extra.update(norm=opt.stats.grad_norm, verdict=opt.stats.verdict, pinned_gb=opt.stats.pinned_bytes / 1e9,
+                     host_gb=opt.stats.host_bytes / 1e9)  # fmt: skip
+        if args.trace:
+            trace = opt.trace(tokens_per_step=args.tokens, peak_bf16_tflops=PEAK_BF16_TFLOPS)
+            Path(args.trace).write_text(trace.to_json(indent=None))
+            extra["busy_s"] = {lane: round(trace.busy_s(lane), 4) for lane in ("gpu", "link_down", "link_up", "cpu_adam")}
+            extra["stalls"] = [s.cause for s in sorted(trace.stalls, key=lambda s: -s.duration_s)[:3]]
+    hidden, layers = SIZES[args.size][:2]
+    flops = 6 * params * args.tokens + 12 * layers * hidden * args.seq * args.tokens / 2
+    median = statistics.median(times)
+    return {
+        "mode": mode, "size": args.size, "params": params, "tokens": args.tokens, "seq": args.seq,
+        "recompute": bool(args.recompute), "clip": args.clip, "step_s": round(median, 4),
+        "min_s": round(min(times), 4), "max_s": round(max(times), 4), "tokens_per_s": round(args.tokens / median),
+        "model_tflops": round(flops / median / 1e12, 1), "mfu": round(flops / median / 1e12 / PEAK_BF16_TFLOPS, 4),
+        "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1) if cuda else 0.0,
+        "setup_peak_gpu_gb": round(setup_peak / 1e9, 1), "first_loss": round(float(losses[0]), 4),
+        "last_loss": round(float(losses[-1]), 4), **extra,
+    }  # fmt: skip
+
+
+def all_on_gpu(args: argparse.Namespace, model: torch.nn.Module, x: torch.Tensor) -> Any:
+    weights = list(model.parameters())
+    masters = [p.detach().float().clone().requires_grad_() for p in weights]
+    optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
+
+    def step() -> torch.Tensor:
+        loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        for q, p in zip(masters, weights, strict=True):
+            q.grad, p.grad = p.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, args.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch._foreach_copy_([p.data for p in weights], [q.data for q in masters])
+        return loss
+
+    return step
+
+
+def fsdp2(args: argparse.Namespace, x: torch.Tensor) -> tuple[Any, int]:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+    model = build(args, torch.float32, "cpu")
+    params = sum(p.numel() for p in model.parameters())
+    policy = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(),
+    }
+    for layer in model.model.layers:
+        fully_shard(layer, **policy)
+    fully_shard(model, **policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> torch.Tensor:
+        loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, params
+
+
+def engine(args: argparse.Namespace, model: torch.nn.Module, x: torch.Tensor) -> tuple[Any, Any, dict[str, Any]]:
+    from superoffload.engine import OffloadAdamW
+    from superoffload.layout import TensorRef, cut_buckets
+
+    _, share, *fields = args.mode.split(":")
+    plan = dict(f.split("=") for f in fields)
+    refs = [TensorRef(i, 0, p.numel()) for i, p in enumerate(reversed(list(model.parameters())))]
+    count = len(cut_buckets(refs, args.bucket_mb))
+    retained = round(count * float(share) / 100)
+    t0 = time.perf_counter()
+    threads = {} if args.threads is None else {"adam_threads": args.threads}
+    opt = OffloadAdamW(model, lr=1e-5, max_grad_norm=args.clip, bucket_mb=args.bucket_mb, retained_buckets=retained,
+                       record_trace=bool(args.trace), **threads, **plan)  # fmt: skip
+    setup = time.perf_counter() - t0
+
+    def step() -> torch.Tensor:
+        loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return step, opt, {"buckets": count, "retained_buckets": retained, "adam_threads": opt.plan.adam_threads,
+                       "bucket_mb": args.bucket_mb, "setup_s": round(setup, 1), **plan}  # fmt: skip
+
+
+def machine(device: str) -> dict[str, str]:
+    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if line.startswith("model name")), platform.processor())  # fmt: skip
+    facts = {"cpu": cpu, "cores": str(len(os.sched_getaffinity(0))), "python": platform.python_version(),
+             "torch": torch.__version__}  # fmt: skip
+    if device == "cuda":
+        facts.update(gpu=torch.cuda.get_device_name(), cuda=str(torch.version.cuda))
+    return facts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", default="limit,gpu,fsdp2,engine:0,engine:40", help="comma-separated")
+    parser.add_argument("--size", default="3b", choices=SIZES)
+    parser.add_argument("--tokens", default="8192", help="comma-separated token counts per step")
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--clip", type=float, default=1.0)
+    parser.add_argument("--bucket-mb", type=float, default=64.0)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--recompute", type=int, default=1)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--trace", default="", help="folder for measured traces of the engine modes")
+    parser.add_argument("--out", default="")
+    parser.add_argument("--mode", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.mode:  # the child process: one mode
+        args.tokens = int(args.tokens)
+        print("RESULT " + json.dumps(run_mode(args)), flush=True)
+        os._exit(0)  # FSDP2's process group needs no farewell
+    rows: list[dict[str, Any]] = []
+    for tokens in args.tokens.split(","):
+        for mode in args.modes.split(","):
+            command = [sys.executable, __file__, "--mode", mode, "--tokens", tokens]
+            for name in ("size", "seq", "steps", "warmup", "clip", "bucket_mb", "recompute", "device"):
+                command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
+            if args.threads is not None:
+                command += ["--threads", str(args.threads)]
+            if args.trace and mode.startswith("engine"):
+                Path(args.trace).mkdir(parents=True, exist_ok=True)
+                name = f"step_{args.size}_{tokens}_{mode.replace(':', '_').replace('=', '-')}.json"
+                command += ["--trace", str(Path(args.trace) / name)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            line = next((r for r in done.stdout.splitlines() if r.startswith("RESULT ")), None)
+            row = json.loads(line[7:]) if line else {"mode": mode, "tokens": int(tokens), "failed": done.stderr[-1500:]}
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            if args.out:
+                result = {"what": "step", "date": datetime.date.today().isoformat(), "status": "measured",
+                          "machine": machine(args.device), "arguments": vars(args), "rows": rows}  # fmt: skip
+                Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+    print(table(rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| tokens | mode | step s | of the limit | model TFLOPS | peak GPU GB |", "|---|---|---|---|---|---|"]
+    limit = {r["tokens"]: r["step_s"] for r in rows if r["mode"] == "limit" and "step_s" in r}
+    for r in rows:
+        if "step_s" not in r:
+            lines.append(f"| {r['tokens']} | {r['mode']} | failed | | | |")
+            continue
+        share = f"{limit[r['tokens']] / r['step_s']:.1%}" if r["tokens"] in limit else ""
+        lines.append(f"| {r['tokens']} | {r['mode']} | {r['step_s']:.3f} | {share} | {r['model_tflops']} | {r['peak_gpu_gb']} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+// The Python face of the kernels and the worker. No arithmetic here; addresses are checked by superoffload.kernels.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <stdexcept>
+
+#include "kernels.h"
+#include "pool.h"
+#include "worker.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+constexpr std::size_t kTile = 16384;
+
+// Shared by the stand-alone kernel calls; replaced by a larger one when more threads are asked for. Never destroyed:
+// its threads may outlive static destruction.
+so::Pool& shared_pool(int threads) {
+  static std::mutex mutex;
+  static so::Pool* pool = nullptr;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!pool || pool->threads() < threads) pool = new so::Pool(threads);
+  return *pool;
+}
+
+template <class T>
+T* at(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+so::AdamScalars scalars_of(double lr, double b1, double b2, double eps, double wd, std::int64_t t, float scale) {
+  return so::adam_scalars({lr, b1, b2, eps, wd}, t, scale);
+}
+
+// Waits in slices, so that Ctrl-C reaches a waiting main thread.
+template <class F>
+void wait(F&& arrived) {
+  for (;;) {
+    bool done;
+    {
+      nb::gil_scoped_release release;
+      done = arrived();
+    }
+    if (done) return;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+}
+
+constexpr int kSliceMs = 100;
+
+}  // namespace
+
+NB_MODULE(_kernels, m) {
+  m.attr("NORM_CHUNK") = so::kNormChunk;
+  m.attr("NORM_LANES") = so::kNormLanes;
+  m.attr("COMBINE_LANES") = so::kCombineLanes;
+
+  m.def("isas", [] {
+    const char* names[16];
+    const int n = so::available_isas(names, 16);
+    return std::vector<std::string>(names, names + n);
+  });
+  m.def("active_isa", [] { return std::string(so::kernels().name); });
+  m.def("force_isa", [](const std::string& name) { return so::force_isa(name.c_str()); });
+
+  m.def("adam_scalars",
+        [](double lr, double b1, double b2, double eps, double wd, std::int64_t t, float scale) {
+          const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
+          return nb::make_tuple(s.grad_scale, s.one_minus_b1, s.beta2, s.one_minus_b2, s.decay, s.neg_step_size,
+                                s.bc2_sqrt, s.eps);
+        });
+  m.def("adam_step",
+        [](std::uintptr_t p, std::uintptr_t mm, std::uintptr_t v, std::uintptr_t g, int grad_dtype, std::uintptr_t out,
+           int out_dtype, std::size_t n, double lr, double b1, double b2, double eps, double wd, std::int64_t t,
+           float scale, int threads) {
+          nb::gil_scoped_release release;
+          const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
+          const so::AdamFn adam = so::kernels().adam[grad_dtype][out ? out_dtype : int(so::kF32)];
+          const std::size_t gs = so::dtype_bytes(grad_dtype), os = so::dtype_bytes(out_dtype);
+          shared_pool(threads).for_each(
+              (n + kTile - 1) / kTile,
+              [&](std::size_t i) {
+                const std::size_t from = i * kTile, count = n - from < kTile ? n - from : kTile;
+                adam(at<float>(p) + from, at<float>(mm) + from, at<float>(v) + from, at<char>(g) + from * gs,
+                     out ? at<char>(out) + from * os : nullptr, count, s);
+              },
+              threads);
+        });
+  m.def("cast", [](std::uintptr_t src, int sd, std::uintptr_t dst, int dd, std::size_t n, int threads) {
+    nb::gil_scoped_release release;
+    const so::CastFn cast = so::kernels().cast[sd][dd];
+    const std::size_t ss = so::dtype_bytes(sd), ds = so::dtype_bytes(dd);
+    shared_pool(threads).for_each(
+        (n + kTile - 1) / kTile,
+        [&](std::size_t i) {
+          const std::size_t from = i * kTile, count = n - from < kTile ? n - from : kTile;
+          cast(at<char>(src) + from * ss, at<char>(dst) + from * ds, count);
+        },
+        threads);
+  });
+  // One partial per NORM_CHUNK elements of x, written to `partials` (float64).
+  m.def("norm_partials", [](std::uintptr_t x, int dtype, std::size_t n, std::uintptr_t partials, int threads) {
+    nb::gil_scoped_release release;
+    const so::SumSqFn sum_sq = so::kernels().sum_sq[dtype];
+    const std::size_t size = so::dtype_bytes(dtype);
+    shared_pool(threads).for_each(
+        (n + so::kNormChunk - 1) / so::kNormChunk,
+        [&](std::size_t i) {
+          const std::size_t from = i * so::kNormChunk, left = n - from;
+          at<double>(partials)[i] = sum_sq(at<char>(x) + from * size, left < so::kNormChunk ? left : so::kNormChunk);
+        },
+        threads);
+  });
+  m.def("combine_partials", [](std::uintptr_t partials, std::size_t n) {
+    nb::gil_scoped_release release;
+    return so::combine_partials(at<const double>(partials), n);
+  });
+
+  nb::class_<so::CudaApi>(m, "CudaApi")
+      .def(nb::init<>())
+      .def_rw("ctx_set_current", &so::CudaApi::ctx_set_current)
+      .def_rw("memcpy_htod_async", &so::CudaApi::memcpy_htod_async)
+      .def_rw("event_record", &so::CudaApi::event_record)
+      .def_rw("get_error_string", &so::CudaApi::get_error_string)
+      .def_rw("context", &so::CudaApi::context)
+      .def_rw("upload_stream", &so::CudaApi::upload_stream)
+      .def_rw("launch_kernel", &so::CudaApi::launch_kernel)
+      .def_rw("cast_bf16", &so::CudaApi::cast_bf16)
+      .def_rw("cast_f16", &so::CudaApi::cast_f16);
+  nb::class_<so::BucketDesc>(m, "BucketDesc")
+      .def(nb::init<>())
+      .def_rw("master", &so::BucketDesc::master)
+      .def_rw("exp_avg", &so::BucketDesc::exp_avg)
+      .def_rw("exp_avg_sq", &so::BucketDesc::exp_avg_sq)
+      .def_rw("grad", &so::BucketDesc::grad)
+      .def_rw("grad_dtype", &so::BucketDesc::grad_dtype)
+      .def_rw("grad_cast", &so::BucketDesc::grad_cast)
+      .def_rw("out", &so::BucketDesc::out)
+      .def_rw("out_dtype", &so::BucketDesc::out_dtype)
+      .def_rw("out_separate", &so::BucketDesc::out_separate)
+      .def_rw("upload_from", &so::BucketDesc::upload_from)
+      .def_rw("upload_to", &so::BucketDesc::upload_to)
+      .def_rw("upload_bytes", &so::BucketDesc::upload_bytes)
+      .def_rw("stage", &so::BucketDesc::stage)
+      .def_rw("stage_numel", &so::BucketDesc::stage_numel)
+      .def("set_events", [](so::BucketDesc& b, int parity, std::uintptr_t start, std::uintptr_t done) {
+        b.event_start[parity & 1] = start;
+        b.event_done[parity & 1] = done;
+      })
+      .def("add_segment", [](so::BucketDesc& b, std::int64_t param, std::int64_t start, std::int64_t numel) {
+        b.segments.push_back({param, start, numel});
+      });
+  nb::class_<so::StepDesc>(m, "StepDesc")
+      .def(nb::init<>())
+      .def_rw("sequence", &so::StepDesc::sequence)
+      .def_rw("ticket", &so::StepDesc::ticket)
+      .def_rw("partials", &so::StepDesc::partials)
+      .def_rw("partial_count", &so::StepDesc::partial_count)
+      .def_rw("max_norm", &so::StepDesc::max_norm)
+      .def_rw("unscale", &so::StepDesc::unscale)
+      .def_rw("active", &so::StepDesc::active)
+      .def_rw("steps", &so::StepDesc::steps)
+      .def_rw("groups", &so::StepDesc::groups)
+      .def_rw("param_count", &so::StepDesc::param_count)
+      .def_rw("order", &so::StepDesc::order)
+      .def("add_group", [](so::StepDesc& s, double lr, double b1, double b2, double eps, double wd) {
+        s.hyper.push_back({lr, b1, b2, eps, wd});
+      });
+  nb::class_<so::Worker>(m, "Worker")
+      .def("__init__", [](so::Worker* self, int threads, const so::CudaApi& cuda) { new (self) so::Worker(threads, cuda); })
+      .def_prop_ro("threads", &so::Worker::threads)
+      .def("set_buckets",
+           [](so::Worker& w, nb::list list) {
+             std::vector<so::BucketDesc> buckets;
+             for (nb::handle h : list) buckets.push_back(nb::cast<const so::BucketDesc&>(h));
+             w.set_buckets(std::move(buckets));
+           })
+      .def("submit", [](so::Worker& w, const so::StepDesc& s) { w.submit(s); })
+      .def("wait_verdict",
+           [](so::Worker& w, std::int64_t sequence) { wait([&] { return w.wait_verdict(sequence, kSliceMs); }); })
+      .def("wait_bucket",
+           [](so::Worker& w, int bucket, std::int64_t sequence) {
+             wait([&] { return w.wait_bucket(bucket, sequence, kSliceMs); });
+           })
+      .def("wait_idle", [](so::Worker& w) { wait([&] { return w.wait_idle(kSliceMs); }); })
+      .def("verdict",
+           [](so::Worker& w) {
+             const so::Verdict v = w.verdict();
+             return nb::make_tuple(v.sequence, v.norm, v.coefficient, v.skipped);
+           })
+      .def("trace", &so::Worker::trace)
+      .def("take_spans",
+           [](so::Worker& w) {
+             nb::list out;
+             for (const so::Span& s : w.take_spans())
+               out.append(nb::make_tuple(s.kind, s.bucket, s.sequence, s.begin_ns, s.end_ns));
+             return out;
+           })
+      .def("set_delay_us", &so::Worker::set_delay_us)
+      .def("close", &so::Worker::close, nb::call_guard<nb::gil_scoped_release>());
+}

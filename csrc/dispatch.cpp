@@ -1,0 +1,114 @@
+// Chooses the instruction set once, and holds what does not depend on it.
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace so {
+namespace {
+
+// Tables this CPU can run, best first.
+std::vector<const KernelTable*> usable_tables() {
+  std::vector<const KernelTable*> tables;
+#ifdef SO_HAVE_AVX2
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) tables.push_back(avx2_table());
+#endif
+  tables.push_back(scalar_table());
+  return tables;
+}
+
+const std::vector<const KernelTable*>& tables() {
+  static const auto* list = new std::vector<const KernelTable*>(usable_tables());
+  return *list;
+}
+
+const KernelTable* find(const char* name) {
+  for (const KernelTable* t : tables())
+    if (std::strcmp(t->name, name) == 0) return t;
+  return nullptr;
+}
+
+std::atomic<const KernelTable*>& active() {
+  static std::atomic<const KernelTable*> table{[] {
+    const char* wanted = std::getenv("SUPEROFFLOAD_ISA");
+    const KernelTable* t = wanted ? find(wanted) : nullptr;
+    return t ? t : tables().front();
+  }()};
+  return table;
+}
+
+// x^n by squaring in double: the same bits everywhere, unlike libm's pow.
+double power(double x, std::int64_t n) {
+  double result = 1.0;
+  for (; n > 0; n >>= 1) {
+    if (n & 1) result *= x;
+    x *= x;
+  }
+  return result;
+}
+
+}  // namespace
+
+const KernelTable& kernels() { return *active().load(std::memory_order_acquire); }
+
+bool force_isa(const char* name) {
+  const KernelTable* t = std::strcmp(name, "auto") == 0 ? tables().front() : find(name);
+  if (t) active().store(t, std::memory_order_release);
+  return t != nullptr;
+}
+
+int available_isas(const char** names, int capacity) {
+  int n = 0;
+  for (const KernelTable* t : tables())
+    if (n < capacity) names[n++] = t->name;
+  return n;
+}
+
+double combine_partials(const double* partials, std::size_t n) {
+  std::vector<double> lanes(kCombineLanes, 0.0);
+  for (std::size_t base = 0; base < n; base += kCombineLanes) {
+    const std::size_t width = n - base < kCombineLanes ? n - base : kCombineLanes;
+    for (std::size_t l = 0; l < width; ++l) lanes[l] += partials[base + l];
+  }
+  for (std::size_t half = kCombineLanes / 2; half > 0; half /= 2)
+    for (std::size_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+  return lanes[0];
+}
+
+AdamScalars adam_scalars(const AdamHyper& h, std::int64_t t, float grad_scale) {
+  const double bc1 = 1.0 - power(h.beta1, t), bc2 = 1.0 - power(h.beta2, t);
+  AdamScalars s;
+  s.grad_scale = grad_scale;
+  s.one_minus_b1 = float(1.0 - h.beta1);
+  s.beta2 = float(h.beta2);
+  s.one_minus_b2 = float(1.0 - h.beta2);
+  s.decay = float(1.0 - h.lr * h.weight_decay);
+  s.neg_step_size = float(-(h.lr / bc1));
+  s.bc2_sqrt = float(std::sqrt(bc2));
+  s.eps = float(h.eps);
+  return s;
+}
+
+#if defined(__x86_64__)
+FloatEnvironment::FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+FloatEnvironment::~FloatEnvironment() { _mm_setcsr(static_cast<unsigned>(saved_)); }
+#elif defined(__aarch64__)
+FloatEnvironment::FloatEnvironment() {
+  asm volatile("mrs %0, fpcr" : "=r"(saved_));
+  asm volatile("msr fpcr, %0" : : "r"(std::uint64_t(0)));
+}
+FloatEnvironment::~FloatEnvironment() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+#else
+FloatEnvironment::FloatEnvironment() : saved_(0) {}
+FloatEnvironment::~FloatEnvironment() {}
+#endif
+
+}  // namespace so

@@ -1,0 +1,122 @@
+"""CLI commands that do things on this machine: doctor, train, lab, demo."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from superoffload.errors import InputError, MissingDependency, SuperOffloadError
+
+FIRST_NOTEBOOK = "01_quickstart.ipynb"
+
+
+def doctor(args: argparse.Namespace) -> dict[str, Any]:
+    """``superoffload doctor``: exit code 1 where something stops the main job."""
+    from superoffload import doctor as doc
+
+    checks = doc.report()
+    print(doc.as_text(checks))
+    body = doc.as_json(checks)
+    return {**body, "exit_code": 0 if body["ok"] else 1}
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """``superoffload train``: the full run under a tuned config. Exit code 1 where Ctrl-C ended it early."""
+    from superoffload.config import TunedConfig
+
+    config = TunedConfig.load(args.config)
+    require_torch("training")
+    from superoffload.train import train as run_training
+
+    out = args.out or args.resume or "run"
+    body: dict[str, Any] = run_training(config, args.data, args.steps, out, args.resume)
+    if body["first_loss"] is not None:
+        print(
+            f"loss {body['first_loss']:.3f} -> {body['last_loss']:.3f}, {body['tokens_per_s']:,.0f} tokens/s (measured)"
+        )
+    print(f"{body['state']} at step {body['step']}; results in {body['out']}")
+    return {**body, "exit_code": 0 if body["state"] == "finished" else 1}
+
+
+def demo(args: argparse.Namespace) -> dict[str, Any]:
+    """``superoffload demo``: the main job without a browser."""
+    require_torch("the demo")
+    from superoffload import demo as steps
+
+    return steps.run(args.out, steps=args.steps)
+
+
+def lab(args: argparse.Namespace) -> dict[str, Any]:
+    """``superoffload lab``: JupyterLab on the notebooks, which are copied out of an installed package if need be."""
+    missing = [m for m in ("jupyterlab", "ipywidgets", "plotly", "anywidget") if importlib.util.find_spec(m) is None]
+    if missing:
+        raise MissingDependency(
+            f"the notebooks need {', '.join(missing)}, not installed here",
+            remedy="pip install 'superoffload[train,lab]'",
+        )
+    notebooks, copied = prepare_notebooks(Path(args.folder))
+    start = notebooks / FIRST_NOTEBOOK
+    command = [sys.executable, "-m", "jupyterlab", str(start), f"--ServerApp.root_dir={notebooks}"]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--allow-root")  # containers run as root, and Jupyter refuses that without the flag
+    if args.no_browser:
+        command.append("--no-browser")
+    if args.port:
+        command += [f"--port={args.port}", "--ServerApp.port_retries=0"]
+    print(f"notebooks: {notebooks}" + (f" ({len(copied)} copied there)" if copied else ""), flush=True)
+    body = {"notebooks": str(notebooks), "copied": copied, "command": command}
+    if args.dry_run:
+        print("would start: " + " ".join(command))
+        return body
+    server = subprocess.Popen(command)
+    try:
+        code = server.wait()
+    except KeyboardInterrupt:  # the server got it too, and asks before it stops
+        code = server.wait()
+    if code not in (0, -2, 130):
+        raise SuperOffloadError(f"JupyterLab ended with exit code {code}", remedy="Its own message is above")
+    return body
+
+
+def packaged_notebooks() -> Path:
+    """Folder of the notebooks that came with this installation. Raises InputError where there are none."""
+    spec = importlib.util.find_spec("superoffload.notebooks")
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        if any(Path(place).glob("*.ipynb")):
+            return Path(place)
+    raise InputError("this installation holds no notebooks", remedy="Install superoffload again, or work in a checkout")
+
+
+def prepare_notebooks(folder: Path) -> tuple[Path, list[str]]:
+    """Return a writable folder with the notebooks, and the names of those that had to be copied there.
+
+    In a checkout that is its own `notebooks/`. Otherwise it is `folder`/notebooks, which gets those that are absent:
+    a notebook that a person has changed is never overwritten.
+    """
+    packaged = packaged_notebooks()
+    if (packaged.parent / "pyproject.toml").is_file():
+        return packaged.resolve(), []
+    if not folder.is_dir():
+        raise InputError(f"no such folder: {folder}", remedy="Make it first, or leave --folder out")
+    target = folder.resolve() / "notebooks"
+    target.mkdir(exist_ok=True)
+    copied = []
+    for source in sorted(packaged.glob("*.ipynb")):
+        if not (target / source.name).exists():
+            shutil.copyfile(source, target / source.name)
+            copied.append(source.name)
+    return target, copied
+
+
+def require_torch(what: str) -> None:
+    """Refuse early, with the remedy, what cannot run without torch."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency(
+            f"{what} needs torch, which is not installed", remedy="pip install 'superoffload[train]'"
+        )

@@ -1,0 +1,6 @@
+"""The training engine: AdamW with its state on the CPU, fed by hooks while backward runs."""
+
+from superoffload.engine.blocks import Block, find_blocks
+from superoffload.engine.optimizer import OffloadAdamW, Stats
+
+__all__ = ["Block", "OffloadAdamW", "Stats", "find_blocks"]

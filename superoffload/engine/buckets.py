@@ -1,0 +1,236 @@
+"""Arenas and buckets: where every parameter, gradient and moment of a running engine lies.
+
+The device weights of one dtype lie in one arena, bucket after bucket, and each parameter's `.data` is a view of it, so
+that a bucket's new weights are one transfer. Host arenas hold master weights, moments, held gradients and 16-bit copies
+of the CPU buckets; retained buckets have theirs on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from superoffload.engine.device import Chunk, Device
+from superoffload.engine.host_memory import HostMemory
+from superoffload.errors import InputError
+from superoffload.kernels import DTYPE_CODES, native
+from superoffload.layout import NORM_CHUNK, Bucket, Segment, TensorRef, cut_buckets
+from superoffload.plan import Plan
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(slots=True, eq=False)
+class ManagedParam:
+    """A parameter in the engine's care."""
+
+    index: int
+    name: str
+    param: nn.Parameter
+    block: int
+    dtype: str
+    group: int
+    first_partial: int
+    """Index of its first partial sum; partials follow the order of the model's parameters, not of the buckets."""
+    places: list[tuple[int, Segment]] = field(default_factory=list)
+    """(bucket, segment) in order of offset."""
+
+    @property
+    def numel(self) -> int:
+        return self.param.numel()
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.numel // NORM_CHUNK)
+
+
+@dataclass(slots=True, eq=False)
+class BucketState:
+    """Tensors and bookkeeping of one bucket; all flat, `layout.numel` elements."""
+
+    layout: Bucket
+    retained: bool
+    weights: torch.Tensor
+    """Device weights, a slice of the arena."""
+    master: torch.Tensor
+    """fp32; of a retained fp32 bucket, the device weights themselves."""
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    grad: torch.Tensor
+    """Held until the verdict: on the host, or on the device for a retained bucket."""
+    table: Any
+    """Norm chunks of the whole bucket, as the device wants them."""
+    out: torch.Tensor | None = None
+    """Host copy of the 16-bit weights that goes up the link."""
+    done: tuple[Any, Any] = (None, None)
+    """Recorded after the upload of a step, by the parity of its sequence."""
+    upload_start: tuple[Any, Any] = (None, None)
+    """Recorded before it; only when a trace is wanted."""
+    sequence: int = 0
+    """Last step that updates this bucket."""
+
+    @property
+    def index(self) -> int:
+        return self.layout.index
+
+
+def backward_order(blocks: Sequence[Sequence[ManagedParam]]) -> list[ManagedParam]:
+    """Parameters in the order in which backward is expected to complete them."""
+    return [p for block in reversed(blocks) for p in reversed(block)]
+
+
+class Arenas:
+    """All buckets of an engine with their memory."""
+
+    def __init__(self, params: Sequence[ManagedParam], blocks: int, plan: Plan, device: Device, *, trace: bool):
+        self.host = HostMemory(can_pin=device.is_cuda)
+        self.params = list(params)
+        self.plan = plan
+        by_block: list[list[ManagedParam]] = [[] for _ in range(blocks)]
+        for p in params:
+            by_block[p.block].append(p)
+        refs = [TensorRef(p.index, p.block, p.numel, p.dtype) for p in backward_order(by_block)]
+        layouts = cut_buckets(refs, plan.bucket_mb)
+        if plan.retained_buckets > len(layouts):
+            raise InputError(
+                f"retained_buckets = {plan.retained_buckets}",
+                expected=f"at most {len(layouts)}, the number of buckets at bucket_mb = {plan.bucket_mb:g}",
+            )
+        for layout in layouts:
+            for segment in layout.segments:
+                self.params[segment.tensor].places.append((layout.index, segment))
+        self.partial_count = sum(p.chunks for p in params)
+        self.capacity = max((b.numel for b in layouts), default=0)
+        self.buckets = self._allocate(layouts, device, trace)
+        self.block_buckets: list[list[int]] = [[] for _ in range(blocks)]
+        for layout in layouts:
+            for block in layout.blocks:
+                self.block_buckets[block].append(layout.index)
+
+    @property
+    def cpu_buckets(self) -> list[BucketState]:
+        return [b for b in self.buckets if not b.retained]
+
+    def held_dtype(self, dtype: str) -> torch.dtype:
+        """Dtype in which gradients of weights of `dtype` cross the link and wait."""
+        return torch.float32 if self.plan.cast_down == "gpu" else DTYPES[dtype]
+
+    def _allocate(self, layouts: Sequence[Bucket], device: Device, trace: bool) -> list[BucketState]:
+        first_retained = len(layouts) - self.plan.retained_buckets
+        weights: dict[int, torch.Tensor] = {}
+        for dtype in dict.fromkeys(b.dtype for b in layouts):
+            mine = [b for b in layouts if b.dtype == dtype]
+            arena = torch.zeros(sum(b.numel for b in mine), dtype=DTYPES[dtype], device=device.device)
+            start = 0
+            for b in mine:
+                weights[b.index] = arena[start : start + b.numel]
+                start += b.numel
+            self._adopt(dtype, arena, {b.index: weights[b.index].storage_offset() for b in mine})
+
+        states: list[BucketState] = []
+        cpu = [b for b in layouts if b.index < first_retained]
+        total = sum(b.numel for b in cpu)
+        plan = self.plan
+        # Masters of fp32 weights, and of all weights that the GPU casts, the link themselves, so they are
+        # pinned; moments never are.
+        pin_master = any(b.dtype == "float32" or plan.cast_up == "gpu" for b in cpu)
+        master = self.host.zeros(total, torch.float32, pinned=pin_master)
+        exp_avg = self.host.zeros(total, torch.float32)
+        exp_avg_sq = self.host.zeros(total, torch.float32)
+        held = {
+            dtype: self.host.zeros(sum(b.numel for b in cpu if self.held_dtype(b.dtype) == dtype), dtype, pinned=True)
+            for dtype in dict.fromkeys(self.held_dtype(b.dtype) for b in cpu)
+        }
+        copies = {
+            dtype: self.host.zeros(sum(b.numel for b in cpu if b.dtype == dtype), DTYPES[dtype], pinned=True)
+            for dtype in dict.fromkeys(b.dtype for b in cpu if b.dtype != "float32" and plan.cast_up != "gpu")
+        }
+        offset, held_offset, copy_offset = 0, dict.fromkeys(held, 0), dict.fromkeys(copies, 0)
+        for b in layouts:
+            retained = b.index >= first_retained
+            w = weights[b.index]
+            if retained:
+                is_master = b.dtype == "float32"
+                moments = torch.zeros(2, b.numel, dtype=torch.float32, device=device.device)
+                state = BucketState(b, True, w, w if is_master else w.float(), moments[0], moments[1],
+                                    torch.zeros_like(w), None)  # fmt: skip
+            else:
+                span = slice(offset, offset + b.numel)
+                h = self.held_dtype(b.dtype)
+                grad = held[h][held_offset[h] : held_offset[h] + b.numel]
+                state = BucketState(b, False, w, master[span], exp_avg[span], exp_avg_sq[span], grad, None)
+                state.master.copy_(w)
+                offset, held_offset[h] = offset + b.numel, held_offset[h] + b.numel
+                if b.dtype in copies:
+                    state.out = copies[b.dtype][copy_offset[b.dtype] : copy_offset[b.dtype] + b.numel]
+                    state.out.copy_(w)
+                    copy_offset[b.dtype] += b.numel
+                state.done = (device.new_event(timed=trace), device.new_event(timed=trace))
+                if trace:
+                    state.upload_start = (device.new_event(timed=True), device.new_event(timed=True))
+            state.table = device.chunk_table(self.chunks(b.segments))
+            states.append(state)
+        return states
+
+    def _adopt(self, dtype: str, arena: torch.Tensor, starts: dict[int, int]) -> None:
+        """Move the parameters of `dtype` into the arena. A parameter that spans buckets stays in one piece: only a
+        multiple of the alignment ends a bucket inside a parameter."""
+        for p in self.params:
+            if p.dtype != dtype or not p.places:
+                continue
+            bucket, segment = p.places[0]
+            start = starts[bucket] + segment.start
+            view = arena[start : start + p.numel].view(p.param.shape)
+            view.copy_(p.param.data)
+            p.param.data = view
+
+    def chunks(self, segments: Sequence[Segment]) -> list[Chunk]:
+        """Norm chunks of some segments of one bucket."""
+        return [
+            (s.start + i, min(NORM_CHUNK, s.numel - i), self.params[s.tensor].first_partial + (s.offset + i) // NORM_CHUNK)
+            for s in segments
+            for i in range(0, s.numel, NORM_CHUNK)
+        ]  # fmt: skip
+
+    def describe(self, device: Device) -> list[Any]:
+        """The CPU buckets as the native worker wants them, at their own indices (retained ones stay empty)."""
+        scratch: torch.Tensor | None = None
+        if self.plan.cast_down == "cpu" and any(b.layout.dtype != "float32" for b in self.cpu_buckets):
+            scratch = self.host.zeros(self.capacity, torch.float32)
+        if self.plan.cast_up == "gpu":
+            self._stage = torch.zeros(self.capacity, dtype=torch.float32, device=device.device)
+        descriptions = []
+        for b in self.buckets:
+            d = native.BucketDesc()
+            descriptions.append(d)
+            if b.retained:
+                continue
+            d.master, d.exp_avg, d.exp_avg_sq = b.master.data_ptr(), b.exp_avg.data_ptr(), b.exp_avg_sq.data_ptr()
+            d.grad = b.grad.data_ptr()
+            d.grad_dtype = DTYPE_CODES[str(b.grad.dtype).removeprefix("torch.")]
+            if scratch is not None and b.grad.dtype != torch.float32:
+                d.grad_cast = scratch.data_ptr()
+            source = b.master
+            if b.out is not None:
+                source = b.out
+                d.out, d.out_dtype = b.out.data_ptr(), DTYPE_CODES[b.layout.dtype]
+                d.out_separate = self.plan.cast_up == "cpu"
+            elif b.layout.dtype != "float32":
+                d.out_dtype, d.stage, d.stage_numel = (
+                    DTYPE_CODES[b.layout.dtype],
+                    self._stage.data_ptr(),
+                    b.layout.numel,
+                )
+            d.upload_from, d.upload_to = source.data_ptr(), b.weights.data_ptr()
+            d.upload_bytes = b.layout.numel * source.element_size()
+            for parity in (0, 1):
+                start, done = b.upload_start[parity], b.done[parity]
+                d.set_events(parity, device.event_handle(start), device.event_handle(done))
+            for s in b.layout.segments:
+                d.add_segment(s.tensor, s.start, s.numel)
+        self._scratch = scratch  # the worker holds only its address
+        return descriptions

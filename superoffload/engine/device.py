@@ -1,0 +1,210 @@
+"""What the engine asks of a device. On a CPU-only machine the "GPU" is the CPU and a copy is a memory copy, so that
+the same engine runs, and is tested, anywhere. Only this file and its callers in `engine/` touch CUDA streams.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from superoffload.kernels import available_cores, native
+from superoffload.kernels import combine_partials as combine_on_host
+from superoffload.kernels import norm_partials as norm_on_host
+from superoffload.kernels.cast_ptx import CAST_PTX
+from superoffload.layout import NORM_CHUNK
+
+Chunk = tuple[int, int, int]
+"""First element in the bucket, elements, index among the partial sums."""
+
+
+class HostDevice:
+    """The CPU in the GPU's place. Streams do not exist: work is done when the call returns."""
+
+    is_cuda = False
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.cuda_api = native.CudaApi()
+        self._norm_threads = available_cores()
+
+    def down_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def down_waits_for_compute(self) -> None: ...
+
+    def up_waits_for_compute(self) -> None: ...
+
+    def new_event(self, *, timed: bool = False) -> Any:
+        return None
+
+    def event_handle(self, event: Any) -> int:
+        return 0
+
+    def record(self, event: Any) -> None: ...
+
+    def record_down(self, event: Any) -> None: ...
+
+    def compute_waits(self, event: Any) -> None: ...
+
+    def host_waits(self, event: Any) -> None: ...
+
+    def chunk_table(self, chunks: Sequence[Chunk]) -> Any:
+        return chunks
+
+    def norm_partials(self, x: torch.Tensor, table: Any, out: torch.Tensor) -> None:
+        """Partial sums of squares of the chunks of `table` in `x`, each at its place in `out`."""
+        i = 0
+        while i < len(table):  # chunks that follow one another in both arrays go in one call
+            j, (start, count, index) = i + 1, table[i]
+            while (
+                j < len(table)
+                and count % NORM_CHUNK == 0
+                and table[j][0] == start + count
+                and table[j][2] == index + (j - i)
+            ):
+                count += table[j][1]
+                j += 1
+            norm_on_host(x[start : start + count], out[index : index + (j - i)], threads=self._norm_threads)
+            i = j
+
+    def now(self, *, down: bool = False) -> float:
+        """A mark: the time itself."""
+        return time.perf_counter()
+
+    def seconds(self, mark: Any) -> float:
+        return float(mark)
+
+    def anchor(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class CudaDevice:
+    """Persistent copy streams beside whatever stream computes. Streams and events are made once: fresh ones would
+    make a new allocator pool each step."""
+
+    is_cuda = True
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        with torch.cuda.device(device):
+            self._down = torch.cuda.Stream(device)
+            self._up = torch.cuda.Stream(device)
+            self._fork = torch.cuda.Event()
+        self.cuda_api = self._driver_api()
+        self._anchor_event = torch.cuda.Event(enable_timing=True)
+        self._anchor_host = 0.0
+        self.anchor()
+
+    def _driver_api(self) -> Any:
+        # The driver library is always in the process once torch has a CUDA context; nothing is linked against it.
+        driver = ctypes.CDLL("libcuda.so.1")
+        context = ctypes.c_void_p()
+        torch.zeros(1, device=self.device)  # makes torch's primary context current
+        if code := driver.cuCtxGetCurrent(ctypes.byref(context)):
+            raise RuntimeError(f"cuCtxGetCurrent failed with CUDA driver error {code}")
+
+        def address(name: str) -> int:
+            return int(ctypes.cast(getattr(driver, name), ctypes.c_void_p).value or 0)
+
+        api = native.CudaApi()
+        api.ctx_set_current = address("cuCtxSetCurrent")
+        api.memcpy_htod_async = address("cuMemcpyHtoDAsync_v2")
+        api.event_record = address("cuEventRecord")
+        api.get_error_string = address("cuGetErrorString")
+        api.context = int(context.value or 0)
+        api.upload_stream = int(self._up.cuda_stream)
+        api.launch_kernel = address("cuLaunchKernel")
+        module = ctypes.c_void_p()
+        if code := driver.cuModuleLoadData(ctypes.byref(module), CAST_PTX.encode() + b"\0"):
+            raise RuntimeError(f"cuModuleLoadData failed with CUDA driver error {code}")
+        for name in ("cast_bf16", "cast_f16"):
+            function = ctypes.c_void_p()
+            if code := driver.cuModuleGetFunction(ctypes.byref(function), module, f"superoffload_{name}".encode()):
+                raise RuntimeError(f"cuModuleGetFunction failed with CUDA driver error {code}")
+            setattr(api, name, int(function.value or 0))
+        return api
+
+    @property
+    def compute(self) -> torch.cuda.Stream:
+        """The stream the caller computes on: in an autograd hook, the stream of that backward node."""
+        return torch.cuda.current_stream(self.device)
+
+    def down_stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._down)
+
+    def down_waits_for_compute(self) -> None:
+        self._fork.record(self.compute)
+        self._down.wait_event(self._fork)
+
+    def up_waits_for_compute(self) -> None:
+        # Uploads overwrite weights that this step's backward still reads.
+        self._fork.record(self.compute)
+        self._up.wait_event(self._fork)
+
+    def new_event(self, *, timed: bool = False) -> Any:
+        event = torch.cuda.Event(enable_timing=timed)
+        event.record(self._up)  # torch creates the CUDA event at its first record; the worker needs its handle
+        return event
+
+    def event_handle(self, event: Any) -> int:
+        return int(event.cuda_event) if event is not None else 0
+
+    def record(self, event: Any) -> None:
+        event.record(self.compute)
+
+    def record_down(self, event: Any) -> None:
+        event.record(self._down)
+
+    def compute_waits(self, event: Any) -> None:
+        self.compute.wait_event(event)
+
+    def host_waits(self, event: Any) -> None:
+        event.synchronize()
+
+    def chunk_table(self, chunks: Sequence[Chunk]) -> Any:
+        from superoffload.kernels import gpu
+
+        return gpu.ChunkTable(list(chunks), self.device)
+
+    def norm_partials(self, x: torch.Tensor, table: Any, out: torch.Tensor) -> None:
+        from superoffload.kernels import gpu
+
+        gpu.norm_partials(x, table, out)
+
+    def now(self, *, down: bool = False) -> Any:
+        """A mark on the compute stream, or on the download stream: a timed event."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._down if down else self.compute)
+        return event
+
+    def seconds(self, mark: Any) -> float:
+        """Time of a mark on the clock of `time.perf_counter`; waits for it."""
+        mark.synchronize()
+        return self._anchor_host + float(self._anchor_event.elapsed_time(mark)) / 1e3
+
+    def anchor(self) -> None:
+        """Tie CUDA's event clock to the host's, at a moment when the device is idle."""
+        torch.cuda.synchronize(self.device)
+        self._anchor_event.record(self._down)
+        self._anchor_event.synchronize()
+        self._anchor_host = time.perf_counter()
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+Device = HostDevice | CudaDevice
+
+
+def device_for(device: torch.device) -> Device:
+    """The engine's view of `device`."""
+    return CudaDevice(device) if device.type == "cuda" else HostDevice(device)
+
+
+__all__ = ["Chunk", "CudaDevice", "Device", "HostDevice", "combine_on_host", "device_for"]

@@ -1,0 +1,490 @@
+"""OffloadAdamW: AdamW whose state lives on the CPU (and, as far as the plan says, on the GPU).
+
+A `torch.optim.Optimizer` with AdamW's names and defaults, that needs the model: it hooks the blocks' forward and every
+gradient. Gradients are taken as backward makes them, so `p.grad` is None afterwards, and clipping belongs to the
+optimizer (`max_grad_norm`): a `clip_grad_norm_` outside would find nothing to clip.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from superoffload.engine import checkpoint
+from superoffload.engine.blocks import Block, find_blocks
+from superoffload.engine.buckets import DTYPES, ManagedParam
+from superoffload.engine.stepper import Engine, Hyper
+from superoffload.errors import EngineError, InputError, NotSupported, did_you_mean
+from superoffload.kernels import available_cores
+from superoffload.memory import Ledger, LedgerItem
+from superoffload.plan import Plan
+from superoffload.tracing import Trace
+from superoffload.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from superoffload.config import TunedConfig
+
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadAdamW]] = weakref.WeakKeyDictionary()
+"""The one optimizer of each model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What the last judged step did."""
+
+    step: int
+    """Steps submitted so far, skipped ones included."""
+    verdict: str
+    """`none` before the first step; `commit`, `clip` (gradients were scaled down) or `skip` (one was not finite)."""
+    grad_norm: float | None
+    """Global L2 norm of the gradients before clipping; None before the first step."""
+    clip_coefficient: float
+    skipped: int
+    """Steps skipped so far."""
+    cpu_params: int
+    gpu_params: int
+    """Parameters whose master weights and moments live on the CPU and on the GPU."""
+    pinned_bytes: int
+    host_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def default_adam_threads() -> int:
+    """All cores but one, or but two on a large machine: PyTorch's launching thread and autograd's need theirs."""
+    cores = available_cores()
+    return max(1, cores - (2 if cores >= 8 else 1))
+
+
+class OffloadAdamW(torch.optim.Optimizer):
+    """AdamW with its state offloaded to the CPU.
+
+    Args:
+        model: the module to train; all its trainable parameters must be on one device.
+        params: parameter groups as for any torch optimizer; default: all trainable parameters of `model`.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`, with its defaults.
+        max_grad_norm: clip the global gradient norm to this, as `clip_grad_norm_` would; None does not clip.
+        gradient_accumulation_steps: backward passes per `step()`, where no `no_sync()` marks them.
+        plan: where state lives; default: every bucket on the CPU. Any plan field may be given by name instead.
+        record_trace: keep timed events of the last steps for `trace()`.
+
+    A gradient that is not finite, in whatever dtype, makes the step a `skip`: nothing is changed and nothing counted.
+
+    Raises:
+        InputError: a parameter list instead of the model, a parameter that is not the model's, an unknown plan field.
+        NotSupported: a plan that this version can simulate but not run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        params: Iterable[Any] | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        max_grad_norm: float | None = None,
+        gradient_accumulation_steps: int = 1,
+        plan: Plan | None = None,
+        record_trace: bool = False,
+        **plan_fields: Any,
+    ):
+        if not isinstance(model, nn.Module):
+            raise InputError(
+                f"OffloadAdamW was given a {type(model).__name__} as its first argument",
+                expected="the model",
+                remedy="Call OffloadAdamW(model, params=model.parameters(), lr=...)",
+            )
+        _check_hyper(lr, betas, eps, weight_decay, max_grad_norm, gradient_accumulation_steps)
+        self.model = model
+        self.max_grad_norm = max_grad_norm
+        self.plan = _resolve_plan(plan, plan_fields)
+        self._record_trace = record_trace
+        self._accumulation = gradient_accumulation_steps
+        self._fired: dict[int, int] = {}
+        self._late: set[int] = set()
+        self._sync = True
+        self._skipped = 0
+        self._judged = 0
+        self._engine: Engine | None = None
+        self._close_previous(model)
+        self._blocks = find_blocks(model)
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        chosen = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
+        super().__init__(chosen, defaults)
+        self._build()
+        _engines[model] = weakref.ref(self)
+
+    @classmethod
+    def from_config(cls, model: nn.Module, config: TunedConfig, *, record_trace: bool = False) -> OffloadAdamW:
+        """The optimizer of a tuned config.
+
+        Raises:
+            InputError: the config was made for another model.
+        """
+        from superoffload.model_source import fingerprint
+
+        config.check_model(fingerprint(model), type(model).__name__)
+        o = config.optimizer
+        return cls(
+            model,
+            lr=o.lr,
+            betas=o.betas,
+            eps=o.eps,
+            weight_decay=o.weight_decay,
+            max_grad_norm=o.max_grad_norm,
+            gradient_accumulation_steps=config.plan.accumulation,
+            plan=config.plan,
+            record_trace=record_trace,
+        )
+
+    # -- construction --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _close_previous(model: nn.Module) -> None:
+        reference = _engines.pop(model, None)
+        previous = reference() if reference is not None else None
+        if previous is None or previous._engine is None:
+            return
+        warnings.warn(
+            "the model already had an OffloadAdamW, which is closed now. Its moments are not carried over: to keep "
+            "them, pass old.state_dict() to load_state_dict of the new one",
+            UserWarning,
+            stacklevel=3,
+        )
+        previous.close()
+
+    def _build(self) -> None:
+        group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
+        block_of = {id(p): i for i, block in enumerate(self._blocks) for _, p in block.parameters}
+        managed: list[ManagedParam] = []
+        partials = 0
+        for name, p in self.model.named_parameters():
+            if id(p) not in group_of:
+                continue
+            dtype = str(p.dtype).removeprefix("torch.")
+            if dtype not in DTYPES:
+                raise InputError(f"{name} has dtype {dtype}", expected="float32, bfloat16 or float16")
+            managed.append(ManagedParam(len(managed), name, p, block_of[id(p)], dtype, group_of[id(p)], partials))
+            partials += managed[-1].chunks
+        self._managed = managed
+        self._engine = Engine(
+            self.model, self._blocks, managed, self.plan, trace=self._record_trace, collects=self._collects
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model (unfrozen layers, say). The engine is rebuilt around them; state is kept."""
+        if isinstance(param_group.get("params"), torch.Tensor):
+            param_group = {**param_group, "params": [param_group["params"]]}
+        param_group = {**param_group, "params": list(param_group["params"])}
+        for p in param_group["params"]:
+            tensor = p[1] if isinstance(p, tuple) else p
+            if id(tensor) not in self._names:
+                raise InputError(
+                    "a parameter in `params` does not belong to the model",
+                    expected="parameters of the model that was passed",
+                    remedy="Build the groups from model.named_parameters()",
+                )
+        engine = self._engine
+        if engine is None:
+            super().add_param_group(param_group)
+            return
+        self.synchronize()
+        if engine.collector.collected:
+            raise EngineError("a parameter group was added between backward and step", remedy="Call step() first")
+        kept = checkpoint.snapshot(engine)
+        engine.close()
+        self._engine = None
+        super().add_param_group(param_group)
+        self._blocks = find_blocks(self.model)
+        self._build()
+        checkpoint.restore(self.engine, kept)
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineError("the optimizer is closed", remedy="Make a new OffloadAdamW for the model")
+        return self._engine
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around every backward but the last before `step()`: gradients stay in `p.grad` and add up there."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _collects(self, p: ManagedParam) -> bool:
+        """Whether the gradient that just arrived is taken now, or stays in `p.grad` until a later one or `step()`."""
+        if not self._sync or not _accelerate_syncs():
+            return False
+        fired = self._fired[p.index] = self._fired.get(p.index, 0) + 1
+        return fired >= self._accumulation and p.index not in self._late
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, also those already taken, unless `step()` has consumed them."""
+        if self._engine is not None:
+            self._engine.collector.discard()
+        self._fired.clear()
+        super().zero_grad(set_to_none=set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the weights from the gradients since the last step; does not wait for the update to finish.
+
+        Raises:
+            EngineError: the worker failed in this step or an earlier one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        hyper: list[Hyper] = [
+            (float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]))
+            for g in self.param_groups
+        ]
+        self._count_skips()
+        # A weight shared inside one backward (a block run twice under reentrant checkpointing) fires more than once:
+        # it is taken at step() from then on. One that fires once again goes back to being taken at once.
+        self._late = {i for i, n in self._fired.items() if n > self._accumulation}
+        self._fired.clear()
+        self.engine.step(hyper, self.max_grad_norm)
+        return loss
+
+    def _count_skips(self) -> None:
+        sequence, _, _, skipped = self.engine.verdict()
+        if sequence > self._judged:
+            self._judged = sequence
+            self._skipped += bool(skipped)
+
+    def synchronize(self) -> None:
+        """Wait until the weights of the last step are in the model: before reading them other than by a forward."""
+        self.engine.synchronize()
+
+    # -- what happened -------------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> Stats:
+        """Verdict and norm of the last step (waits for that verdict, not for the update), and memory in use."""
+        engine = self.engine
+        if engine.sequence:
+            engine._call(engine.worker.wait_verdict, engine.sequence)
+        self._count_skips()
+        sequence, norm, coefficient, skipped = engine.verdict()
+        verdict = "none" if not sequence else "skip" if skipped else "clip" if coefficient < 1.0 else "commit"
+        cpu = sum(b.layout.params for b in engine.arenas.cpu_buckets)
+        host = engine.arenas.host
+        return Stats(
+            step=sequence,
+            verdict=verdict,
+            grad_norm=norm if sequence else None,
+            clip_coefficient=coefficient,
+            skipped=self._skipped,
+            cpu_params=cpu,
+            gpu_params=sum(b.layout.params for b in engine.arenas.buckets) - cpu,
+            pinned_bytes=host.pinned_bytes,
+            host_bytes=host.pinned_bytes + host.pageable_bytes,
+        )
+
+    def memory(self) -> Ledger:
+        """Bytes that the engine holds now."""
+        engine = self.engine
+        device = [b.weights.numel() * b.weights.element_size() for b in engine.arenas.buckets]
+        retained = [b for b in engine.arenas.buckets if b.retained]
+        state = sum((b.exp_avg.numel() * 2 + (b.master.numel() if b.master is not b.weights else 0)) * 4
+                    + b.grad.numel() * b.grad.element_size() for b in retained)  # fmt: skip
+        host = engine.arenas.host
+        return Ledger(items=(
+            LedgerItem("gpu", "weights", sum(device)),
+            LedgerItem("gpu", "retained buckets", state),
+            LedgerItem("gpu", "gradient ring and norm partials", engine.collector.device_bytes),
+            LedgerItem("host", "master weights and moments", host.pageable_bytes),
+            LedgerItem("pinned", "gradients and weights in transit", host.pinned_bytes),
+        ))  # fmt: skip
+
+    def trace(self, *, tokens_per_step: int | None = None, model_flops_per_step: float | None = None,
+              peak_bf16_tflops: float = 0.0, hardware: str = "this machine") -> Trace:  # fmt: skip
+        """The last complete step as measured events.
+
+        Args:
+            tokens_per_step: default: what the plan says. model_flops_per_step: default: 6·N·tokens.
+            peak_bf16_tflops: what MFU is counted against; 0 leaves MFU at 0.
+
+        Raises:
+            InputError: recording is off, or fewer than two steps have run.
+        """
+        engine = self.engine
+        if not self._record_trace:
+            raise InputError("no trace was recorded", remedy="Make the optimizer with record_trace=True")
+        events, stalls, step_s, window_s = engine.trace_parts()
+        if not events:
+            raise InputError("a trace needs two steps", expected="at least two calls of step()")
+        tokens = self.plan.tokens_per_step if tokens_per_step is None else tokens_per_step
+        params = sum(p.numel for p in self._managed)
+        return Trace(
+            source="measured",
+            step_s=step_s,
+            tokens_per_step=tokens,
+            model_flops_per_step=6.0 * params * tokens if model_flops_per_step is None else model_flops_per_step,
+            peak_bf16_tflops=peak_bf16_tflops,
+            hardware=hardware,
+            model=type(self.model).__name__,
+            plan=self.plan,
+            memory=self.memory(),
+            events=events,
+            stalls=stalls,
+            window_s=window_s,
+            context={"torch": torch.__version__, "device": str(engine.device.device), "isa": _active_isa()},
+        )
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """As torch's AdamW (`step`, `exp_avg`, `exp_avg_sq` by parameter index), plus `master`, the fp32 weights, where
+        the model's are 16-bit. Tensors are on the CPU, in fp32. Empty before the first step."""
+        return checkpoint.state_dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load what `state_dict` gave, under whatever plan, or a `torch.optim.AdamW` state. Moments keep their fp32 and
+        never move to the parameters' device."""
+        checkpoint.load_state_dict(self, state_dict)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write master weights, moments, step counts and groups to one safetensors file, whole or not at all.
+
+        Raises:
+            EngineError: the worker has failed, so that the state may be half a step.
+        """
+        checkpoint.save(self, path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Continue from `save`, bit for bit, under any plan. Sets the model's trained weights too.
+
+        Raises:
+            InputError: a missing or foreign file, or one of another model.
+        """
+        checkpoint.load(self, path)
+
+    def close(self) -> None:
+        """Wait for the last step, remove all hooks and free the state; the model is an ordinary one again."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        try:
+            engine.synchronize()
+        except EngineError as e:
+            warnings.warn(f"closed after a failure: {e}", RuntimeWarning, stacklevel=2)
+        engine.close()
+        if (reference := _engines.get(self.model)) is not None and reference() is self:
+            del _engines[self.model]
+
+    def __enter__(self) -> OffloadAdamW:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise NotSupported("an OffloadAdamW cannot be pickled or copied", remedy="Use state_dict() or save()")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise NotSupported("an OffloadAdamW cannot be pickled or copied", remedy="Use state_dict() or save()")
+
+    def __repr__(self) -> str:
+        if self._engine is None:
+            return "OffloadAdamW(closed)"
+        buckets = self._engine.arenas.buckets
+        retained = sum(b.retained for b in buckets)
+        params = sum(p.numel for p in self._managed)
+        return (
+            f"OffloadAdamW({format_count(params)} parameters in {len(buckets)} buckets, {retained} retained on "
+            f"{self._engine.device.device}, {self.plan.adam_threads} Adam threads)"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{i.place}</td><td>{i.name}</td><td>{format_bytes(i.bytes)}</td></tr>"
+            for i in (self.memory().items if self._engine is not None else ())
+        )
+        return f"<b>{self!r}</b><table>{rows}</table>"
+
+
+def _check_hyper(
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None, accumulation: int
+) -> None:
+    rules = (
+        ("lr", lr, lr >= 0, "0 or more"),
+        ("betas", betas, all(0 <= b < 1 for b in betas), "two numbers in [0, 1)"),
+        ("eps", eps, eps >= 0, "0 or more"),
+        ("weight_decay", weight_decay, weight_decay >= 0, "0 or more"),
+        ("max_grad_norm", max_norm, max_norm is None or max_norm > 0, "more than 0, or None for no clipping"),
+        ("gradient_accumulation_steps", accumulation, accumulation >= 1, "at least 1"),
+    )
+    for name, value, valid, expected in rules:
+        if not valid:
+            raise InputError(f"{name} = {value}", expected=expected)
+
+
+def _resolve_plan(plan: Plan | None, fields: dict[str, Any]) -> Plan:
+    for name in fields:
+        if name not in Plan.knobs():
+            raise InputError(f'unknown argument "{name}"{did_you_mean(name, Plan.knobs())}',
+                             expected="AdamW's arguments or a plan field: " + ", ".join(Plan.knobs()))  # fmt: skip
+    if plan is None:
+        plan = Plan(adam_threads=default_adam_threads())
+    plan = plan.replace(**fields) if fields else plan
+    if plan.flow_blocks:
+        raise NotSupported(
+            f"flow_blocks = {plan.flow_blocks}: the engine keeps all weights on the GPU",
+            expected="flow_blocks = () for training (weight flow can be simulated)",
+            remedy="Make the plan with flow=()",
+        )
+    if plan.speculate == "on":
+        raise NotSupported(
+            'speculate = "on": the engine waits for the gradient norm before it steps',
+            expected='"auto" or "off" for training (speculation can be simulated)',
+            remedy='Set speculate to "auto"',
+        )
+    return plan
+
+
+def _accelerate_syncs() -> bool:
+    """What Accelerate says of this backward, where it is in use: the last group of an epoch may be short, so that a
+    counter of ours would be wrong."""
+    module = sys.modules.get("accelerate.state")
+    shared = getattr(getattr(module, "GradientState", None), "_shared_state", None)
+    return bool(shared.get("sync_gradients", True)) if shared else True
+
+
+def _active_isa() -> str:
+    from superoffload.kernels import capabilities
+
+    return str(capabilities()["active"])
+
+
+@atexit.register
+def _close_all() -> None:
+    """A worker must not be waiting on memory that the interpreter is taking down."""
+    for reference in list(_engines.values()):
+        optimizer = reference()
+        if optimizer is not None and optimizer._engine is not None:
+            optimizer._engine.worker.close()
+
+
+__all__ = ["Block", "OffloadAdamW", "Stats", "default_adam_threads"]

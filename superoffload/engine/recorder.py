@@ -1,0 +1,181 @@
+"""Records what a running engine does, as the same TraceEvents that the simulator makes.
+
+Off, it costs one attribute test per call. On, marks are CUDA events (or host times where the CPU is the device) that
+are turned into seconds only when a trace is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from superoffload.engine.blocks import Block
+from superoffload.engine.device import Device
+from superoffload.engine.stalls import name_stalls
+from superoffload.tracing import Kind, Lane, Stall, TraceEvent
+
+_WORKER_KINDS: dict[int, tuple[Lane, Kind]] = {
+    0: ("validator", "verdict"),
+    1: ("cpu_adam", "adam"),
+    2: ("cpu_adam", "cpu_cast"),
+    3: ("cpu_adam", "cpu_cast"),
+    4: ("link_up", "copy_up"),
+    5: ("gpu", "cast"),
+}
+KEEP_STEPS = 8
+"""Steps that are kept; older marks are dropped, so that recording does not grow."""
+
+
+class Recorder:
+    """Collects marks of the last steps; `events` converts them."""
+
+    def __init__(self, device: Device, *, on: bool):
+        self.on = on
+        self._device = device
+        self._step = 0
+        self._spans: list[tuple[int, Lane, Kind, Any, Any, int, int, int]] = []
+        self._bounds: list[Any] = []
+        self._handles: list[Any] = []
+        self._backward: tuple[int, Any] | None = None
+        self._entered: dict[int, Any] = {}
+        self._recomputed: dict[int, tuple[Any, Any]] = {}
+
+    def mark(self, device: Device, *, down: bool = False) -> Any:
+        return device.now(down=down) if self.on else None
+
+    def add(
+        self, lane: Lane, kind: Kind, start: Any, end: Any, *, block: int = -1, bucket: int = -1, nbytes: int = 0
+    ) -> None:
+        if self.on:
+            self._spans.append((self._step, lane, kind, start, end, block, bucket, nbytes))
+
+    def watch(self, blocks: Sequence[Block]) -> None:
+        """Hook the blocks: forward and recompute by module hooks, backward by the gradient of each block's output
+        (nothing is added to the autograd graph)."""
+        if not self.on:
+            return
+        for index, block in enumerate(blocks):
+            if not block.modules:
+                continue
+            first, last = block.modules[0], block.modules[-1]
+            self._handles.append(first.register_forward_pre_hook(self._enter(index)))
+            self._handles.append(last.register_forward_hook(self._leave(index)))
+
+    def _enter(self, index: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            self._entered[index] = self.mark(self._device)
+
+        return hook
+
+    def _leave(self, index: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            start, end = self._entered.pop(index, None), self.mark(self._device)
+            if start is None:
+                return
+            if torch._C._current_graph_task_id() != -1:  # a checkpointed forward inside backward
+                self._recomputed[index] = (start, end)
+                self.add("gpu", "recompute", start, end, block=index)
+                return
+            self.add("gpu", "forward", start, end, block=index)
+            tensor = next(iter(_tensors(output)), None)
+            if tensor is not None and tensor.requires_grad:
+                tensor.register_hook(lambda grad: self._begin_backward(index))
+
+        return hook
+
+    def _begin_backward(self, index: int) -> None:
+        now = self.mark(self._device)
+        self._end_backward(now)
+        self._backward = (index, now)
+
+    def _end_backward(self, now: Any) -> None:
+        if self._backward is None:
+            return
+        index, start = self._backward
+        recomputed = self._recomputed.pop(index, None)
+        self.add("gpu", "backward", recomputed[1] if recomputed else start, now, block=index)
+        self._backward = None
+
+    def end_step(self) -> None:
+        """Called by `step()` once its work is enqueued."""
+        if not self.on:
+            return
+        self._step += 1
+        self._bounds.append(self.mark(self._device))
+        if len(self._bounds) > KEEP_STEPS + 1:
+            self._bounds.pop(0)
+        oldest = self._step - KEEP_STEPS
+        if self._spans and self._spans[0][0] < oldest:
+            self._spans = [s for s in self._spans if s[0] >= oldest]
+
+    def end_backward(self) -> None:
+        """The last block's backward has no successor to end it: `step()` does."""
+        if self.on:
+            self._end_backward(self.mark(self._device))
+
+    def steps_s(self) -> list[float]:
+        """Seconds between the ends of recorded steps."""
+        times = [self._device.seconds(b) for b in self._bounds]
+        return [b - a for a, b in itertools.pairwise(times)]
+
+    def events(
+        self, worker_spans: Iterable[tuple[int, int, int, int, int]], uploads: Iterable[tuple[int, Any, Any, int]]
+    ) -> tuple[tuple[TraceEvent, ...], tuple[Stall, ...], float, float]:
+        """The last complete step: (events, stalls, step seconds, window seconds).
+
+        The window runs from the end of the step before to the end of the last step, and the updates of the step
+        before, which overlap it, are part of it.
+
+        Args:
+            worker_spans: (kind, bucket, sequence, begin, end) in nanoseconds, from the native worker.
+            uploads: (bucket, start mark, end mark, bytes) of CUDA uploads; what lies outside the window is dropped.
+        """
+        if len(self._bounds) < 2:
+            return (), (), 0.0, 0.0
+        seconds = self._device.seconds
+        begin, end = seconds(self._bounds[-2]), seconds(self._bounds[-1])
+        found: list[TraceEvent] = []
+
+        def keep(lane: Lane, kind: Kind, start: float, stop: float, block: int, bucket: int, nbytes: int) -> None:
+            start, stop = max(start, begin), min(stop, end)
+            if stop > start:
+                what = f"bucket {bucket}" if bucket >= 0 else f"block {block}" if block >= 0 else ""
+                name = f"{kind.replace('_', ' ')} {what}".strip()
+                found.append(
+                    TraceEvent(lane, kind, name, start - begin, stop - start, nbytes, block, bucket, self._step)
+                )
+
+        for step, lane, kind, a, b, block, bucket, nbytes in self._spans:
+            if step >= self._step - 2:
+                keep(lane, kind, seconds(a), seconds(b), block, bucket, nbytes)
+        for code, bucket, _, t0, t1 in worker_spans:
+            lane, kind = _WORKER_KINDS[code]
+            keep(lane, kind, t0 / 1e9, t1 / 1e9, -1, bucket, 0)
+        for bucket, a, b, nbytes in uploads:
+            keep("link_up", "copy_up", seconds(a), seconds(b), -1, bucket, nbytes)
+        found.sort(key=lambda e: (e.start_s, e.lane))
+        events = tuple(found)
+        window = end - begin
+        steps = self.steps_s()
+        return events, name_stalls(events, window), statistics.median(steps), window
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _tensors(v)
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from _tensors(v)

@@ -1,0 +1,116 @@
+"""What to say and propose when a plan needs more memory than there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from superoffload import graph
+from superoffload.errors import DoesNotFit, InputError
+from superoffload.memory import Ledger, Place, ledger
+from superoffload.plan import Plan
+from superoffload.profiler import Profile, rescale
+from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, format_bytes
+
+
+def spread_layers(profile: Profile, count: int) -> tuple[int, ...]:
+    """Return `count` layer blocks, evenly spread over the model.
+
+    Raises:
+        InputError: a negative count, or more than there are layers.
+    """
+    layers = [i for i, b in enumerate(profile.blocks) if b.kind == "layer"]
+    if not 0 <= count <= len(layers):
+        raise InputError(f"flow = {count}", expected=f"0 to {len(layers)}, the layers of {profile.model}")
+    return tuple(layers[(2 * k + 1) * len(layers) // (2 * count)] for k in range(count))
+
+
+def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:
+    """Return the plan nearest to one that does not fit, changing as few knobs as possible, or None."""
+    total = len(graph.buckets_of(profile, plan.bucket_mb))
+    layers = sum(b.kind == "layer" for b in profile.blocks)
+
+    account = ledger(profile, plan)
+    room = account.gpu_capacity_bytes + account.host_capacity_bytes
+    states = sum(b.params * (ADAM_STATE_BYTES + DTYPE_BYTES[b.dtype]) for b in profile.blocks)
+    if states > room:  # no plan can help: do not search
+        return None
+
+    def fits(p: Plan) -> bool:
+        return ledger(rescale(profile, micro_batch=p.micro_batch, seq_len=p.seq_len), p).fits
+
+    def retained(p: Plan) -> Plan | None:
+        """The nearest number of retained buckets that fits: a scan outwards in 32 strides."""
+        here, stride = p.retained_buckets, max(1, total // 32)
+        counts = sorted({0, total, *range(here % stride, total + 1, stride)}, key=lambda n: abs(n - here))
+        return next((q for n in counts if fits(q := p.model_copy(update={"retained_buckets": n}))), None)
+
+    changes: tuple[tuple[bool, dict[str, Any]], ...] = (
+        (plan.activations == "none", {"activations": "full"}),
+        (plan.speculate == "on", {"speculate": "off"}),
+        ("gpu" in (plan.cast_down, plan.cast_up), {"cast_down": "fused", "cast_up": "fused"}),
+        (plan.accumulation > 1, {"accumulation": 1}),
+    )
+    bases: list[Plan] = [plan]
+    for applies, change in changes:
+        if applies:
+            bases.append(bases[-1].model_copy(update=change))
+    for base in bases:
+        if fits(base):
+            return base
+        found = retained(base)
+        if found:
+            return found
+    frugal = bases[-1]
+    for count in range(len(frugal.flow_blocks) + 1, layers + 1, max(1, layers // 8)):
+        found = retained(frugal.model_copy(update={"flow_blocks": spread_layers(profile, count)}))
+        if found:
+            return found
+    batch = frugal.micro_batch
+    while batch > 1:
+        batch //= 2
+        smaller = frugal.model_copy(update={"micro_batch": batch, "accumulation": 1})
+        found = smaller if fits(smaller) else retained(smaller)
+        if found:
+            return found
+    return None
+
+
+def does_not_fit(profile: Profile, plan: Plan, account: Ledger) -> DoesNotFit:
+    """Build the error for a plan that needs more memory than there is."""
+    parts = []
+    places: tuple[tuple[Place, str, int], ...] = (
+        ("gpu", "GPU", account.gpu_capacity_bytes),
+        ("host", "host", account.host_capacity_bytes),
+    )
+    for place, word, capacity in places:
+        if place in account.overflow():
+            largest = account.largest(place)
+            assert largest is not None
+            parts.append(
+                f"{word} memory: needs {format_bytes(account.total(place))} of {format_bytes(capacity)}, "
+                f"{format_bytes(account.overflow()[place])} too much; largest item is {largest.name} with "
+                f"{format_bytes(largest.bytes)}"
+            )
+    nearest = nearest_fit(profile, plan)
+    if nearest:
+        changes = ", ".join(
+            f"{k}={_short(getattr(nearest, k))} instead of {_short(getattr(plan, k))}"
+            for k in Plan.knobs()
+            if getattr(nearest, k) != getattr(plan, k)
+        )
+        remedy = f"Nearest plan that fits: {changes}"
+    else:
+        remedy = "No plan of this model fits this machine: take a smaller model, a shorter sequence or more memory"
+    error = DoesNotFit(
+        f"the plan for {profile.model} does not fit {profile.hardware.name}. " + ". ".join(parts),
+        ledger=account,
+        remedy=remedy,
+    )
+    error.nearest = nearest
+    return error
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"{len(value)} blocks" if len(value) > 4 else str(list(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

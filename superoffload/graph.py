@@ -1,0 +1,395 @@
+"""The operators of one training step: what runs on which lane, how long it takes alone, what it waits for.
+
+This is the engine's schedule written down as data (docs/cost_model.md). Blocks run forward in order and backward in
+reverse; a bucket is complete when the backward of the last block that owns a part of it has produced that part, so a
+block's backward is cut into pieces that end where a bucket is complete. Each piece holds the bucket's packing into its
+ring slot, its partial sum of squares and, if the GPU casts, the cast.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from superoffload.errors import InputError
+from superoffload.hardware import Curve, Hardware
+from superoffload.layout import Bucket, TensorRef, cut_buckets
+from superoffload.plan import Plan
+from superoffload.profiler import Profile, rescale
+from superoffload.tracing import Kind, Lane
+from superoffload.units import ADAM_STREAM_BYTES, DTYPE_BYTES, GB
+
+RING_SLOTS = 4
+"""Gradient buckets in flight on the GPU: packing of bucket k waits until bucket k - 4 has gone down the link."""
+VERDICT_S = 50e-6
+"""Copy of the last partial sums and their addition on the host; assumed."""
+UNDO_BYTES = 3
+"""Bytes per parameter of the undo record that a speculative Adam writes."""
+
+
+@dataclass(slots=True)
+class Operator:
+    """One piece of work. `seconds` is its time alone on its lane; sharing makes it longer in the simulation."""
+
+    index: int
+    lane: Lane
+    kind: Kind
+    name: str
+    seconds: float
+    link_bytes: int = 0
+    """What crosses the link."""
+    dram_bytes: float = 0.0
+    """What host memory has to move meanwhile, a costly DMA write counted by its weight."""
+    deps: list[int] = field(default_factory=list)
+    """Operators of the same step that must have ended."""
+    previous: list[int] = field(default_factory=list)
+    """Operators of the step before that must have ended."""
+    block: int = -1
+    bucket: int = -1
+    in_forward: bool = False
+    """Belongs to the first micro-batch's forward: also simulated for the step after the last."""
+    parts: tuple[tuple[Kind, float], ...] = ()
+    """How the span is drawn where it is several kinds of work one after another: (kind, share)."""
+
+
+@dataclass(slots=True)
+class StepGraph:
+    """Operators of one step and how they share the host. GPU operators run in list order; downloads and uploads in
+    the order in which they become ready; Adam takes the highest ready bucket, which the next forward needs first."""
+
+    ops: list[Operator]
+    buckets: list[Bucket]
+    dram_bytes_per_s: float
+    """Cap of everything that host memory moves."""
+    both_bytes_per_s: float
+    """Cap of both link directions together."""
+    shared_cores: float = 0.0
+    """Where the CPU is the "GPU": Adam's threads per core. Both slow each other down by 1 / (1 + this). 0 otherwise."""
+
+    @property
+    def last_gpu(self) -> int:
+        """Index of the operator that ends the step on the GPU."""
+        return max(op.index for op in self.ops if op.lane == "gpu")
+
+    def load(self, lane: Lane) -> float:
+        """Seconds that `lane` works per step when nothing else disturbs it: no step can be shorter."""
+        return sum(op.seconds for op in self.ops if op.lane == lane)
+
+
+def backward_tensors(profile: Profile) -> list[TensorRef]:
+    """Tensors in backward-completion order: blocks reversed, tensors reversed within a block."""
+    return _backward_tensors(tuple((b.dtype, b.tensor_numels) for b in profile.blocks))
+
+
+def buckets_of(profile: Profile, bucket_mb: float) -> list[Bucket]:
+    """Buckets as the engine cuts them."""
+    return _cut(tuple((b.dtype, b.tensor_numels) for b in profile.blocks), bucket_mb)
+
+
+@functools.lru_cache(maxsize=32)
+def _cut(blocks: tuple[tuple[str, tuple[int, ...]], ...], bucket_mb: float) -> list[Bucket]:
+    """Cached because a slider move cuts the same model several times; nobody changes the list."""
+    return cut_buckets(_backward_tensors(blocks), bucket_mb)
+
+
+def _backward_tensors(blocks: tuple[tuple[str, tuple[int, ...]], ...]) -> list[TensorRef]:
+    refs: list[TensorRef] = []
+    for b in range(len(blocks) - 1, -1, -1):
+        dtype, numels = blocks[b]
+        for numel in reversed(numels):
+            refs.append(TensorRef(len(refs), b, numel, dtype))
+    return refs
+
+
+def up_bytes_per_param(plan: Plan, dtype: str) -> int:
+    """Bytes per parameter of new weights that go up the link."""
+    return 4 if plan.cast_up == "gpu" else DTYPE_BYTES[dtype]
+
+
+def down_bytes_per_param(plan: Plan, dtype: str) -> int:
+    """Bytes per parameter of gradients that go down the link."""
+    return 4 if plan.cast_down == "gpu" else DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCost:
+    """What one parameter of a CPU bucket costs: bytes per parameter and the passes on the Adam pool."""
+
+    down_bytes: int
+    up_bytes: int
+    adam_bytes: int
+    cast_down_bytes: int
+    """Of a separate pass before Adam; 0 without one."""
+    cast_up_bytes: int
+    """Of a separate pass after Adam; 0 without one."""
+    gpu_pack_bytes: int
+    """HBM bytes of packing, norm and cast of one gradient."""
+    gpu_cast_bytes: int = 0
+    """HBM bytes of the GPU's cast of one new weight, on the upload stream."""
+
+
+def bucket_cost(plan: Plan, dtype: str) -> BucketCost:
+    """Bytes per parameter for the plan's casts.
+
+    Adam reads and writes p, m and v (24), reads the gradient (2, or 4 once it is fp32) and, fused, writes the 16-bit
+    upload copy in the same pass (2). Where the GPU casts, and for fp32 weights, the master itself goes up.
+    """
+    item = DTYPE_BYTES[dtype]
+    undo = UNDO_BYTES if plan.speculate == "on" else 0
+    if item == 4:
+        return BucketCost(4, 4, 24 + 4 + undo, 0, 0, 12)
+    down, up = plan.cast_down, plan.cast_up
+    gradient = 2 if down == "fused" else 4
+    copy = 2 if up == "fused" else 0
+    return BucketCost(
+        down_bytes=down_bytes_per_param(plan, dtype),
+        up_bytes=up_bytes_per_param(plan, dtype),
+        adam_bytes=24 + gradient + copy + undo,
+        cast_down_bytes=6 if down == "cpu" else 0,
+        cast_up_bytes=6 if up == "cpu" else 0,
+        gpu_pack_bytes=8 if down == "gpu" else 6,
+        gpu_cast_bytes=6 if up == "gpu" else 0,
+    )
+
+
+def build(profile: Profile, plan: Plan) -> StepGraph:
+    """Write down the step that the engine runs under `plan`.
+
+    Where the plan's batch is not the profile's, the profile is rescaled (`profiler.rescale`).
+
+    Raises:
+        InputError: the plan names blocks or more buckets than there are.
+    """
+    profile = rescale(profile, micro_batch=plan.micro_batch, seq_len=plan.seq_len)
+    check_plan(profile, plan)
+    return _Builder(profile, plan).build()
+
+
+def check_plan(profile: Profile, plan: Plan) -> None:
+    """Refuse a plan that cannot belong to this profile."""
+    wrong = [b for b in plan.flow_blocks if not 0 <= b < len(profile.blocks)]
+    if wrong:
+        raise InputError(f"flow_blocks names block {wrong[0]}", expected=f"0 to {len(profile.blocks) - 1}")
+    total = len(buckets_of(profile, plan.bucket_mb))
+    if plan.retained_buckets > total:
+        raise InputError(
+            f"retained_buckets = {plan.retained_buckets}",
+            expected=f"at most {total}, the buckets that {profile.model} has at {plan.bucket_mb:g} MiB",
+        )
+
+
+class _Builder:
+    def __init__(self, profile: Profile, plan: Plan):
+        self.profile, self.plan = profile, plan
+        self.hw: Hardware = profile.hardware
+        self.ops: list[Operator] = []
+        self.buckets = buckets_of(profile, plan.bucket_mb)
+        self.first_retained = len(self.buckets) - plan.retained_buckets
+        self.flow = frozenset(plan.flow_blocks)
+        self.hbm = self.hw.gpu.hbm_gb_per_s * GB
+        self.needs: list[list[int]] = [[] for _ in profile.blocks]
+        """Buckets that own a part of each block."""
+        self.block_of: list[int] = [t.block for t in backward_tensors(profile)]
+        for bucket in self.buckets:
+            for b in bucket.blocks:
+                self.needs[b].append(bucket.index)
+        self.costs = {dtype: bucket_cost(plan, dtype) for dtype in DTYPE_BYTES}
+        self.up: dict[int, int] = {}
+        """Upload operator of each bucket that has one."""
+        self.home: dict[int, list[int]] = {}
+        """Operators after which a bucket's new 16-bit weights lie on the host."""
+        self.uses: list[tuple[int, int, int]] = []
+        """Uses of flow blocks in GPU order: (block, first operator, last operator)."""
+        self.forward_ops: list[tuple[int, int]] = []
+        """(operator, block) of the first micro-batch, linked to uploads once these exist."""
+
+    def add(self, lane: Lane, kind: Kind, name: str, seconds: float, **more: object) -> int:
+        op = Operator(len(self.ops), lane, kind, name, seconds, **more)  # type: ignore[arg-type]
+        self.ops.append(op)
+        return op.index
+
+    def build(self) -> StepGraph:
+        for micro in range(self.plan.accumulation):
+            self._forward(micro)
+            last = micro == self.plan.accumulation - 1
+            packed = self._backward(micro, last)
+        self._update(packed)
+        self._link_forward()
+        self._fetches()
+        cpu_is_gpu = self.hw.shared_memory and not self.hw.gpu.peak_bf16_tflops
+        return StepGraph(
+            ops=self.ops,
+            buckets=self.buckets,
+            dram_bytes_per_s=self.hw.cpu.dram_gb_per_s * GB,
+            both_bytes_per_s=self.hw.link.both_gb_per_s * GB,
+            shared_cores=self.plan.adam_threads / self.hw.cpu.cores if cpu_is_gpu else 0.0,
+        )
+
+    def _forward(self, micro: int) -> None:
+        first = micro == 0
+        for b, block in enumerate(self.profile.blocks):
+            op = self.add("gpu", "forward", f"forward of {block.name}", block.forward_s, block=b, in_forward=first)
+            if first:
+                self.forward_ops.append((op, b))
+            self._use(b, op, op)
+
+    def _use(self, block: int, first: int, last: int) -> None:
+        if block not in self.flow:
+            return
+        if self.uses and self.uses[-1][0] == block:  # still there from the use just before
+            self.uses[-1] = (block, self.uses[-1][1], last)
+        else:
+            self.uses.append((block, first, last))
+
+    def _backward(self, micro: int, last: bool) -> dict[int, int]:
+        """Add the backward of one micro-batch; return, for the last one, the piece that completes each bucket."""
+        full = self.plan.activations == "full"
+        ends = self._bucket_ends() if last else {}
+        packed: dict[int, int] = {}
+        for b in range(len(self.profile.blocks) - 1, -1, -1):
+            block = self.profile.blocks[b]
+            first = len(self.ops)
+            if full and block.kind == "layer":
+                self.add("gpu", "recompute", f"recompute of {block.name}", block.forward_s, block=b)
+            name, done = f"backward of {block.name}", 0.0
+            for share, k in ends.get(b, []):
+                bucket = self.buckets[k]
+                pack = self.costs[bucket.dtype].gpu_pack_bytes * bucket.params / self.hbm
+                seconds = (share - done) * block.backward_s + pack
+                packed[k] = self.add("gpu", "backward", name, seconds, block=b, bucket=k)
+                done = share
+            if done < 1.0 or len(self.ops) == first:
+                self.add("gpu", "backward", name, (1.0 - done) * block.backward_s, block=b)
+            self._use(b, first, len(self.ops) - 1)
+        return packed
+
+    def _bucket_ends(self) -> dict[int, list[tuple[float, int]]]:
+        """For each block, the shares of its backward at which buckets are complete: by the share of the block's
+        parameters whose gradients exist by then, as most of the time goes into their products."""
+        before: list[int] = []
+        total = [0] * len(self.profile.blocks)
+        for tensor in backward_tensors(self.profile):
+            before.append(total[tensor.block])
+            total[tensor.block] += tensor.numel
+        ends: dict[int, list[tuple[float, int]]] = {}
+        for bucket in self.buckets:
+            s = bucket.segments[-1]
+            b = self.block_of[s.tensor]
+            ends.setdefault(b, []).append(((before[s.tensor] + s.offset + s.numel) / total[b], bucket.index))
+        for shares in ends.values():
+            shares.sort()
+        return ends
+
+    def _update(self, packed: dict[int, int]) -> None:
+        """Add what happens to each gradient once its bucket is complete."""
+        plan, hw = self.plan, self.hw
+        verdict = self.add("validator", "verdict", "the gradient norm", VERDICT_S, deps=[len(self.ops) - 1])
+        retained = self.buckets[self.first_retained :]
+        gpu_adam = -1
+        if retained:
+            moved = ADAM_STREAM_BYTES * sum(b.params for b in retained)  # 16-bit: 2 read and 2 written; fp32: 4 read
+            name = f"GPU Adam of {len(retained)} retained buckets"
+            gpu_adam = self.add("gpu", "gpu_adam", name, moved / self.hbm)
+        rate = hw.cpu.adam_at(plan.adam_threads) * GB
+        cast_rate = hw.cpu.cast_gb_per_s * GB * min(1.0, rate / (max(hw.cpu.adam_gb_per_s) * GB))
+        downs: list[int] = []
+        for k, bucket in enumerate(self.buckets):
+            here, away = self._split(bucket)
+            if k >= self.first_retained:
+                self.home[k] = [gpu_adam]
+                if away:  # a flow block's home is on the host: its new weights go there
+                    down = self._copy("link_down", "copy_down", f"copy down of new weights of bucket {k}",
+                                      away * DTYPE_BYTES[bucket.dtype], k, [gpu_adam])  # fmt: skip
+                    self.home[k] = [down]
+                continue
+            cost = self.costs[bucket.dtype]
+            if len(downs) >= RING_SLOTS:
+                self.ops[packed[k]].deps.append(downs[-RING_SLOTS])
+            down = self._copy("link_down", "copy_down", f"copy down of bucket {k}", cost.down_bytes * bucket.params,
+                              k, [packed[k]])  # fmt: skip
+            downs.append(down)
+            before = cost.cast_down_bytes * bucket.params / cast_rate
+            adam = cost.adam_bytes * bucket.params / rate
+            after = cost.cast_up_bytes * bucket.params / cast_rate
+            whole = before + adam + after
+            passes: list[tuple[Kind, float]] = [("cpu_cast", before), ("adam", adam), ("cpu_cast", after)]
+            parts = tuple((kind, s / whole) for kind, s in passes if s)
+            step = self.add(
+                "cpu_adam", "adam", f"Adam of bucket {k}", whole, bucket=k, parts=parts if len(parts) > 1 else (),
+                dram_bytes=float(bucket.params * (cost.adam_bytes + cost.cast_down_bytes + cost.cast_up_bytes)),
+                deps=[down] if plan.speculate == "on" else [down, verdict],
+            )  # fmt: skip
+            self.home[k] = [step]
+            if here:
+                up = self._copy("link_up", "copy_up", f"copy up of bucket {k}", cost.up_bytes * here, k, [step])
+                self._cast_after(self.ops[up], cost.gpu_cast_bytes * here / self.hbm)
+                self.up[k] = up
+        if downs:  # the partial sums follow the last gradient down the same stream
+            self.ops[verdict].deps.append(downs[-1])
+
+    def _cast_after(self, up: Operator, seconds: float) -> None:
+        """Let the GPU's cast follow a copy on the upload stream, beside whatever the GPU computes."""
+        if seconds:
+            whole = up.seconds + seconds
+            up.parts = (("copy_up", up.seconds / whole), ("cast", seconds / whole))
+            up.seconds = whole
+
+    def _split(self, bucket: Bucket) -> tuple[int, int]:
+        """Parameters of a bucket whose weights stay on the GPU, and those of flow blocks."""
+        if not self.flow or not self.flow.intersection(bucket.blocks):
+            return bucket.params, 0
+        away = sum(s.numel for s in bucket.segments if self.block_of[s.tensor] in self.flow)
+        return bucket.params - away, away
+
+    def _copy(self, lane: Lane, kind: Kind, name: str, nbytes: int, bucket: int, deps: list[int]) -> int:
+        curve = self.hw.link.down if lane == "link_down" else self.hw.link.up
+        return self.add(
+            lane, kind, name, transfer_s(curve, nbytes), link_bytes=nbytes, bucket=bucket, deps=deps,
+            dram_bytes=nbytes * self._dma_cost(lane),
+        )  # fmt: skip
+
+    def _dma_cost(self, lane: Lane) -> float:
+        if self.hw.shared_memory:  # a copy within one memory reads and writes it
+            return 2.0
+        return self.hw.cpu.dma_write_cost if lane == "link_down" else 1.0
+
+    def _link_forward(self) -> None:
+        for op, b in self.forward_ops:
+            if b not in self.flow:  # a flow block's fetch waits instead
+                self.ops[op].previous += [self.up[k] for k in self.needs[b] if k in self.up]
+
+    def _fetches(self) -> None:
+        """Fetch each flow block before each use, into one of `prefetch_blocks` + 1 slots."""
+        slots = self.plan.prefetch_blocks + 1
+        last_fetch = -1
+        for j, (b, first, _) in enumerate(self.uses):
+            block = self.profile.blocks[b]
+            nbytes = block.params * DTYPE_BYTES[block.dtype]
+            in_forward = self.ops[first].in_forward
+            fetch = self._copy("link_up", "fetch", f"fetch of {block.name}", nbytes, -1, [])
+            op = self.ops[fetch]
+            op.block, op.in_forward = b, in_forward
+            if last_fetch >= 0:
+                op.deps.append(last_fetch)
+            if j >= slots:
+                op.deps.append(self.uses[j - slots][2])
+            elif len(self.uses) + j >= slots:
+                op.previous.append(self.uses[len(self.uses) + j - slots][2])
+            if in_forward:
+                op.previous += [h for k in self.needs[b] for h in self.home[k]]
+            self.ops[first].deps.append(fetch)
+            last_fetch = fetch
+
+
+def transfer_s(curve: Curve, nbytes: int) -> float:
+    """Seconds of one transfer alone."""
+    return nbytes / (curve.at(nbytes) * GB) if nbytes else 0.0
+
+
+def lanes_of(ops: Sequence[Operator]) -> dict[str, int]:
+    """Number of operators on each lane."""
+    counts: dict[str, int] = {}
+    for op in ops:
+        counts[op.lane] = counts.get(op.lane, 0) + 1
+    return counts

@@ -1,0 +1,155 @@
+"""Hardware records: what the cost model needs to know about a machine, each number with its unit and source."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from superoffload.errors import unknown_name
+from superoffload.record import Record
+
+
+class Curve(Record):
+    """Bandwidth over size, interpolated linearly in log2(size) and flat outside the measured range."""
+
+    size_mb: tuple[float, ...]
+    """Transfer sizes in decimal MB, ascending."""
+    gb_per_s: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> Curve:
+        if len(self.size_mb) != len(self.gb_per_s) or not self.size_mb:
+            raise ValueError("size_mb and gb_per_s need the same, non-zero length")
+        if list(self.size_mb) != sorted(set(self.size_mb)) or min(self.size_mb) <= 0 or min(self.gb_per_s) <= 0:
+            raise ValueError("sizes must be positive and ascending, bandwidths positive")
+        return self
+
+    def at(self, nbytes: float) -> float:
+        """Bandwidth in GB/s of one transfer of `nbytes`."""
+        x = math.log2(max(nbytes, 1.0) / 1e6)
+        xs = [math.log2(s) for s in self.size_mb]
+        if x <= xs[0]:
+            return self.gb_per_s[0]
+        for i in range(1, len(xs)):
+            if x <= xs[i]:
+                f = (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+                return self.gb_per_s[i - 1] + f * (self.gb_per_s[i] - self.gb_per_s[i - 1])
+        return self.gb_per_s[-1]
+
+    @property
+    def peak(self) -> float:
+        return max(self.gb_per_s)
+
+
+class Link(Record):
+    """The GPU–CPU link."""
+
+    down: Curve
+    """GPU to CPU (gradients)."""
+    up: Curve
+    """CPU to GPU (weights)."""
+    both_gb_per_s: float = Field(gt=0)
+    """Sum of both directions when both run at once."""
+
+
+class Gpu(Record):
+    name: str
+    memory_gb: float = Field(gt=0)
+    peak_bf16_tflops: float = Field(ge=0)
+    """Vendor's dense bf16 peak, the denominator of MFU; 0 where none is published (a CPU)."""
+    matmul_bf16_tflops: float = Field(gt=0)
+    """What a large bf16 matrix product reaches; the analytic estimate builds on it."""
+    hbm_gb_per_s: float = Field(gt=0)
+
+
+class Cpu(Record):
+    name: str
+    cores: int = Field(ge=1)
+    memory_gb: float = Field(gt=0)
+    dram_gb_per_s: float = Field(gt=0)
+    """Cap of Adam and both DMA directions together."""
+    adam_threads: tuple[int, ...]
+    """Thread counts, ascending, at which Adam was measured."""
+    adam_gb_per_s: tuple[float, ...]
+    """Bandwidth of an fp32 AdamW step at those thread counts, 28 bytes per parameter counted."""
+    cast_gb_per_s: float = Field(gt=0)
+    """Separate fp32 to 16-bit cast pass on all cores, 6 bytes per element counted."""
+    dma_write_cost: float = Field(default=1.0, ge=1)
+    """DRAM bandwidth that a download takes away from everybody else, per byte that it writes: 1 where a DMA write
+    costs what a read costs, more where it was measured to cost more."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Cpu:
+        if len(self.adam_threads) != len(self.adam_gb_per_s) or not self.adam_threads:
+            raise ValueError("adam_threads and adam_gb_per_s need the same, non-zero length")
+        if list(self.adam_threads) != sorted(set(self.adam_threads)):
+            raise ValueError("adam_threads must be ascending")
+        return self
+
+    def adam_at(self, threads: int) -> float:
+        """Adam's bandwidth in GB/s with `threads` threads: linear between measured counts, proportional below the
+        first and flat above the last."""
+        t, b = self.adam_threads, self.adam_gb_per_s
+        if threads <= t[0]:
+            return b[0] * threads / t[0]
+        for i in range(1, len(t)):
+            if threads <= t[i]:
+                return b[i - 1] + (threads - t[i - 1]) / (t[i] - t[i - 1]) * (b[i] - b[i - 1])
+        return b[-1]
+
+
+class Hardware(Record):
+    """One GPU, its CPU and the link between them."""
+
+    schema_name: ClassVar[str] = "superoffload.hardware"
+
+    name: str
+    source: Literal["preset", "probed"]
+    gpu: Gpu
+    cpu: Cpu
+    link: Link
+    shared_memory: bool = False
+    """True where GPU and CPU share one memory (a laptop without GPU, MI300A): no capacity is counted twice."""
+    sources: dict[str, str] = Field(default_factory=dict)
+    """Where each number comes from, keyed by dotted field name."""
+    fingerprint: dict[str, str] = Field(default_factory=dict)
+    """What identifies a probed machine: GPU and CPU names, driver, versions, date."""
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names that `preset` accepts, in the order in which they are documented."""
+    from superoffload.hardware_presets import BUILDERS
+
+    return tuple(BUILDERS)
+
+
+def preset(name: str) -> Hardware:
+    """Return the named machine. Names are exact: "gh200" never matches "h200".
+
+    Raises:
+        InputError: no preset has this name; the message lists the known ones.
+    """
+    from superoffload.hardware_presets import BUILDERS
+
+    if name not in BUILDERS:
+        remedy = "Give one of these names, or measure this machine with superoffload probe --out hw.json"
+        raise unknown_name("hardware preset", name, BUILDERS, remedy)
+    return BUILDERS[name]()
+
+
+def resolve(hardware: str | Hardware) -> Hardware:
+    """Return `hardware` itself, or the preset of that name."""
+    return preset(hardware) if isinstance(hardware, str) else hardware
+
+
+def probe(refresh: bool = False) -> Hardware:
+    """Measure this machine: link curve both ways, CPU Adam against threads, casts, matrix product (about 30 s).
+
+    Args:
+        refresh: measure again even where a cached result of the same machine exists.
+    """
+    from superoffload.probing import probe_machine  # needs torch
+
+    return probe_machine(refresh=refresh)

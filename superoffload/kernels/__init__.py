@@ -1,0 +1,238 @@
+"""The CPU kernels: AdamW on flat fp32 arrays, casts and the partial sums of the gradient norm.
+
+Arrays are one-dimensional, contiguous, on the CPU: torch tensors or numpy arrays (numpy has no bf16). Anything else is
+refused, never copied: an in-place step on a silent copy would update nothing. All instruction sets, thread counts and
+the numpy fall-back give the same bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from superoffload.errors import InputError, unknown_name
+
+try:
+    from superoffload import _kernels as native
+
+    _COMPILED = True
+except ImportError:  # a pure install: no compiler was found
+    from superoffload.kernels import reference as native  # type: ignore[no-redef]
+
+    _COMPILED = False
+
+__all__ = [
+    "DTYPE_CODES",
+    "adam_scalars",
+    "adam_step",
+    "capabilities",
+    "cast",
+    "combine_partials",
+    "force_isa",
+    "native",
+    "norm_partials",
+    "sum_of_squares",
+]
+
+DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
+"""Codes shared with csrc/kernels.h."""
+
+_noticed = False
+
+
+def capabilities() -> dict[str, Any]:
+    """What the kernels can use here: ``compiled``, ``isas`` (best first), ``active``, ``cores``."""
+    return {
+        "compiled": _COMPILED,
+        "isas": list(native.isas()),
+        "active": native.active_isa(),
+        "cores": available_cores(),
+    }
+
+
+def available_cores() -> int:
+    """Cores this process may run on (affinity, not the machine's total)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def force_isa(name: str) -> Iterator[None]:
+    """Use one instruction set ("scalar", "avx2", …) inside the block. The environment variable SUPEROFFLOAD_ISA does
+    the same for a process.
+
+    Raises:
+        InputError: this CPU or build does not have it.
+    """
+    before = native.active_isa()
+    if not native.force_isa(name):
+        raise unknown_name("instruction set", name, native.isas(), "superoffload doctor lists what this CPU can run")
+    try:
+        yield
+    finally:
+        native.force_isa(before)
+
+
+def _notice_fallback() -> None:
+    global _noticed
+    if not _COMPILED and not _noticed:
+        _noticed = True
+        warnings.warn(
+            "superoffload was installed without a C++ compiler: Adam runs in numpy, exact but many times slower. "
+            "Install a compiler (Debian: g++) and reinstall superoffload",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _describe(x: Any, name: str, dtypes: tuple[str, ...], *, writable: bool) -> tuple[int, str, int]:
+    """Address, dtype name and length of an array, or InputError with the remedy."""
+    dtype = str(getattr(x, "dtype", type(x).__name__)).removeprefix("torch.")
+    wanted = " or ".join(dtypes)
+    if dtype not in dtypes:
+        raise InputError(f"{name} has dtype {dtype}", expected=wanted, remedy=f"Convert it first; {name} is not copied")
+    if len(x.shape) != 1:
+        raise InputError(f"{name} has shape {tuple(x.shape)}", expected="one dimension", remedy="Pass a flat view")
+    if hasattr(x, "data_ptr"):
+        if x.device.type != "cpu":
+            raise InputError(f"{name} is on {x.device}", expected="the CPU", remedy="Copy it to the CPU first")
+        contiguous, address, length = x.is_contiguous(), x.data_ptr(), x.numel()
+        if writable and x.requires_grad:
+            raise InputError(f"{name} requires grad", expected="plain data", remedy=f"Pass {name}.detach()")
+    else:
+        contiguous, address, length = x.flags.c_contiguous, x.ctypes.data, x.size
+        if writable and not x.flags.writeable:
+            raise InputError(f"{name} is read-only", expected="a writable array", remedy=f"Pass {name}.copy()")
+    if not contiguous:
+        raise InputError(f"{name} is strided", expected="a contiguous array", remedy=f"Pass a contiguous {name}")
+    return int(address), dtype, int(length)
+
+
+def _threads(threads: int | None) -> int:
+    if threads is None:
+        return available_cores()
+    if threads < 1:
+        raise InputError(f"threads = {threads}", expected="at least 1")
+    return threads
+
+
+def _refuse_overlap(spans: dict[str, tuple[int, int]]) -> None:
+    ordered = sorted((start, start + size, name) for name, (start, size) in spans.items() if size)
+    for (_, end, a), (start, _, b) in itertools.pairwise(ordered):
+        if start < end:
+            raise InputError(f"{a} and {b} overlap in memory", expected="separate arrays")
+
+
+def adam_step(
+    p: Any,
+    m: Any,
+    v: Any,
+    g: Any,
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    step: int,
+    grad_scale: float = 1.0,
+    out16: Any = None,
+    threads: int | None = None,
+) -> None:
+    """One AdamW step in place, in one pass over memory; the formula and its order are torch.optim.AdamW's.
+
+    Args:
+        p, m, v: fp32 master weights and moments, length n; updated.
+        g: gradient, length n, fp32, bf16 or fp16; multiplied by `grad_scale` in fp32.
+        step: 1 for the first step.
+        out16: bf16 or fp16, length n; receives the new weights, rounded to nearest even.
+        threads: None uses every core the process may run on.
+
+    Raises:
+        InputError: wrong dtype, shape, stride, device or length, a read-only or overlapping array. Nothing is changed.
+    """
+    _notice_fallback()
+    spans: dict[str, tuple[int, int]] = {}
+    lengths: dict[str, int] = {}
+    described: dict[str, tuple[int, str]] = {}
+    arrays = [("p", p, ("float32",), True), ("m", m, ("float32",), True), ("v", v, ("float32",), True)]
+    arrays += [("g", g, tuple(DTYPE_CODES), False)]
+    if out16 is not None:
+        arrays += [("out16", out16, ("bfloat16", "float16"), True)]
+    for name, array, dtypes, writable in arrays:
+        address, dtype, n = _describe(array, name, dtypes, writable=writable)
+        described[name], lengths[name] = (address, dtype), n
+        spans[name] = (address, n * (4 if dtype == "float32" else 2))
+    if len(set(lengths.values())) != 1:
+        raise InputError(f"lengths differ: {lengths}", expected="equal lengths")
+    if step < 1:
+        raise InputError(f"step = {step}", expected="at least 1 (the first step is 1)")
+    _refuse_overlap(spans)
+    out, out_dtype = described.get("out16", (0, "float32"))
+    native.adam_step(
+        described["p"][0],
+        described["m"][0],
+        described["v"][0],
+        described["g"][0],
+        DTYPE_CODES[described["g"][1]],
+        out,
+        DTYPE_CODES[out_dtype],
+        lengths["p"],
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        step,
+        grad_scale,
+        _threads(threads),
+    )
+
+
+def adam_scalars(
+    *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, grad_scale: float = 1.0
+) -> tuple[float, ...]:
+    """The fp32 constants of a step: grad_scale, 1-beta1, beta2, 1-beta2, 1-lr·wd, -lr/bc1, sqrt(bc2), eps.
+
+    The GPU kernel takes these, so that both processors multiply by the same numbers.
+    """
+    return tuple(native.adam_scalars(lr, beta1, beta2, eps, weight_decay, step, grad_scale))
+
+
+def cast(src: Any, dst: Any, *, threads: int | None = None) -> None:
+    """Convert `src` into `dst` (fp32, bf16, fp16 in any pair), rounding to nearest even, denormals kept."""
+    _notice_fallback()
+    a, a_dtype, n = _describe(src, "src", tuple(DTYPE_CODES), writable=False)
+    b, b_dtype, n_dst = _describe(dst, "dst", tuple(DTYPE_CODES), writable=True)
+    if n != n_dst:
+        raise InputError(f"lengths differ: src {n}, dst {n_dst}", expected="equal lengths")
+    _refuse_overlap({"src": (a, n * (4 if a_dtype == "float32" else 2)), "dst": (b, n * (4 if b_dtype == "float32" else 2))})  # fmt: skip
+    native.cast(a, DTYPE_CODES[a_dtype], b, DTYPE_CODES[b_dtype], n, _threads(threads))
+
+
+def norm_partials(x: Any, out: Any, *, threads: int | None = None) -> None:
+    """Write one float64 sum of squares per NORM_CHUNK elements of `x` into `out`."""
+    _notice_fallback()
+    address, dtype, n = _describe(x, "x", tuple(DTYPE_CODES), writable=False)
+    target, _, chunks = _describe(out, "out", ("float64",), writable=True)
+    if chunks != -(-n // native.NORM_CHUNK):
+        raise InputError(f"out has {chunks} elements", expected=f"{-(-n // native.NORM_CHUNK)} (one per chunk)")
+    native.norm_partials(address, DTYPE_CODES[dtype], n, target, _threads(threads))
+
+
+def combine_partials(partials: Any) -> float:
+    """Add float64 partials in their fixed order: the same bits for any device and thread count."""
+    address, _, n = _describe(partials, "partials", ("float64",), writable=False)
+    return float(native.combine_partials(address, n))
+
+
+def sum_of_squares(x: Any, *, threads: int | None = None) -> float:
+    """Sum of squares of `x` in float64; not finite exactly when an element of `x` is not."""
+    import numpy as np
+
+    partials = np.zeros(-(-len(x) // native.NORM_CHUNK), dtype=np.float64)
+    norm_partials(x, partials, threads=threads)
+    return combine_partials(partials)

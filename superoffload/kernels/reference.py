@@ -1,0 +1,298 @@
+"""The kernels and the worker in numpy, with the compiled module's interface and its exact bits.
+
+Used where no compiler was found. Everything takes addresses, as the compiled module does; each numpy operation rounds
+once, in the order of csrc/scalar_ops.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+NORM_CHUNK, NORM_LANES, COMBINE_LANES = 8192, 64, 1024
+
+_F32, _BF16, _F16 = 0, 1, 2
+Array = npt.NDArray[Any]
+
+
+def isas() -> list[str]:
+    return ["reference"]
+
+
+def active_isa() -> str:
+    return "reference"
+
+
+def force_isa(name: str) -> bool:
+    return name in ("reference", "auto")
+
+
+def _at(address: int, n: int, dtype: Any) -> Array:
+    """View `n` elements at `address` without copying."""
+    if n == 0:
+        return np.empty(0, dtype)
+    raw = (ctypes.c_uint8 * (n * np.dtype(dtype).itemsize)).from_address(address)
+    return np.frombuffer(raw, dtype=dtype)
+
+
+def _storage(address: int, n: int, code: int) -> Array:
+    return _at(address, n, (np.float32, np.uint16, np.float16)[code])
+
+
+def _load(address: int, n: int, code: int) -> Array:
+    x = _storage(address, n, code)
+    if code == _BF16:
+        return (x.astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float32)
+
+
+def _store(address: int, x: Array, code: int) -> None:
+    target = _storage(address, x.size, code)
+    if code == _BF16:
+        u = x.view(np.uint32)
+        rounded = ((u + np.uint32(0x7FFF) + ((u >> 16) & np.uint32(1))) >> 16).astype(np.uint16)
+        target[:] = np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
+    elif code == _F16:
+        with np.errstate(over="ignore"):
+            h = x.astype(np.float16).view(np.uint16)
+        target.view(np.uint16)[:] = np.where(np.isnan(x), h | np.uint16(0x200), h)
+    else:
+        target[:] = x
+
+
+def _power(x: float, n: int) -> float:
+    result = 1.0
+    while n > 0:
+        if n & 1:
+            result *= x
+        x *= x
+        n >>= 1
+    return result
+
+
+def adam_scalars(
+    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float
+) -> tuple[float, float, float, float, float, float, float, float]:
+    bc1, bc2 = 1.0 - _power(b1, t), 1.0 - _power(b2, t)
+    values = (scale, 1.0 - b1, b2, 1.0 - b2, 1.0 - lr * wd, -(lr / bc1), math.sqrt(bc2), eps)
+    return tuple(float(np.float32(x)) for x in values)  # type: ignore[return-value]
+
+
+def _adam(
+    p: int, m: int, v: int, g: int, g_code: int, out: int, out_code: int, n: int, scalars: tuple[float, ...]
+) -> None:
+    scale, omb1, beta2, omb2, decay, neg_step, bc2_sqrt, eps = (np.float32(s) for s in scalars)
+    pa, ma, va = (_at(a, n, np.float32) for a in (p, m, v))
+    with np.errstate(all="ignore"):
+        grad = _load(g, n, g_code) * scale
+        ma[:] = ma + omb1 * (grad - ma)
+        va[:] = va * beta2 + (omb2 * grad) * grad
+        denominator = np.sqrt(va) / bc2_sqrt + eps
+        pa[:] = pa * decay + (neg_step * ma) / denominator
+    if out:
+        _store(out, pa, out_code)
+
+
+def adam_step(
+    p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
+    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float, threads: int,
+) -> None:  # fmt: skip
+    _adam(p, m, v, g, grad_dtype, out, out_dtype, n, adam_scalars(lr, b1, b2, eps, wd, t, scale))
+
+
+def cast(src: int, src_dtype: int, dst: int, dst_dtype: int, n: int, threads: int) -> None:
+    if src_dtype == dst_dtype:
+        _storage(dst, n, dst_dtype).view(np.uint8)[:] = _storage(src, n, src_dtype).view(np.uint8)
+    else:
+        _store(dst, _load(src, n, src_dtype), dst_dtype)
+
+
+def norm_partials(x: int, dtype: int, n: int, partials: int, threads: int) -> None:
+    values = _load(x, n, dtype).astype(np.float64)
+    chunks = -(-n // NORM_CHUNK)
+    padded = np.zeros(chunks * NORM_CHUNK)
+    padded[:n] = values  # a square of zero leaves a lane's bits as they are
+    rows = padded.reshape(chunks, NORM_CHUNK // NORM_LANES, NORM_LANES)
+    lanes = np.zeros((chunks, NORM_LANES))
+    with np.errstate(all="ignore"):
+        for r in range(rows.shape[1]):
+            lanes += rows[:, r] * rows[:, r]
+        _at(partials, chunks, np.float64)[:] = _halve(lanes)
+
+
+def _halve(lanes: Array) -> Array:
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
+
+
+def combine_partials(partials: int, n: int) -> float:
+    values = _at(partials, n, np.float64)
+    lanes = np.zeros(COMBINE_LANES)
+    with np.errstate(all="ignore"):
+        for base in range(0, n, COMBINE_LANES):
+            part = values[base : base + COMBINE_LANES]
+            lanes[: part.size] += part
+        return float(_halve(lanes))
+
+
+@dataclass
+class CudaApi:
+    ctx_set_current: int = 0
+    memcpy_htod_async: int = 0
+    event_record: int = 0
+    get_error_string: int = 0
+    context: int = 0
+    upload_stream: int = 0
+    launch_kernel: int = 0
+    cast_bf16: int = 0
+    cast_f16: int = 0
+
+
+@dataclass
+class BucketDesc:
+    master: int = 0
+    exp_avg: int = 0
+    exp_avg_sq: int = 0
+    grad: int = 0
+    grad_dtype: int = _F32
+    grad_cast: int = 0
+    out: int = 0
+    out_dtype: int = _F32
+    out_separate: bool = False
+    upload_from: int = 0
+    upload_to: int = 0
+    upload_bytes: int = 0
+    stage: int = 0
+    stage_numel: int = 0
+    events: dict[int, tuple[int, int]] = field(default_factory=dict)
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def set_events(self, parity: int, start: int, done: int) -> None:
+        self.events[parity & 1] = (start, done)
+
+    def add_segment(self, param: int, start: int, numel: int) -> None:
+        self.segments.append((param, start, numel))
+
+
+@dataclass
+class StepDesc:
+    sequence: int = 0
+    ticket: int = 0
+    partials: int = 0
+    partial_count: int = 0
+    max_norm: float = -1.0
+    unscale: float = 1.0
+    active: int = 0
+    steps: int = 0
+    groups: int = 0
+    param_count: int = 0
+    order: list[int] = field(default_factory=list)
+    hyper: list[tuple[float, float, float, float, float]] = field(default_factory=list)
+
+    def add_group(self, lr: float, b1: float, b2: float, eps: float, wd: float) -> None:
+        self.hyper.append((lr, b1, b2, eps, wd))
+
+
+class Worker:
+    """The compiled worker's interface, without a thread: a step runs inside `submit`."""
+
+    def __init__(self, threads: int, cuda: CudaApi):
+        self.threads = threads
+        self._cuda, self._buckets = cuda, list[BucketDesc]()
+        self._verdict: tuple[int, float, float, bool] = (0, 0.0, 1.0, False)
+        self._closed = False
+
+    def set_buckets(self, buckets: list[BucketDesc]) -> None:
+        self._buckets = list(buckets)
+
+    def submit(self, step: StepDesc) -> None:
+        if self._closed:
+            raise RuntimeError("the optimizer's worker is closed")
+        if step.ticket:
+            self._driver("cuCtxSynchronize")  # everything is in host memory once the device is idle
+        total = combine_partials(step.partials, step.partial_count)
+        norm, skipped, coefficient = math.sqrt(total) * step.unscale, not math.isfinite(total), 1.0
+        if not skipped and step.max_norm >= 0.0:
+            ratio = step.max_norm / (norm + 1e-6)
+            coefficient = float(np.float32(ratio)) if ratio < 1.0 else 1.0
+        self._verdict = (step.sequence, norm, coefficient, skipped)
+        if skipped:
+            return
+        active = _at(step.active, step.param_count, np.uint8)
+        _at(step.steps, step.param_count, np.int64)[:] += active
+        scale = float(np.float32(step.unscale) * np.float32(coefficient))
+        for index in step.order:
+            self._update(self._buckets[index], step, active, scale)
+
+    def _update(self, b: BucketDesc, step: StepDesc, active: Array, scale: float) -> None:
+        steps = _at(step.steps, step.param_count, np.int64)
+        groups = _at(step.groups, step.param_count, np.int32)
+        for param, start, numel in b.segments:
+            if not active[param]:
+                continue
+            scalars = adam_scalars(*step.hyper[groups[param]], int(steps[param]), scale)
+            grad = b.grad + start * (4 if b.grad_dtype == _F32 else 2)
+            out = b.out + start * 2 if b.out else 0
+            arrays = (b.master + start * 4, b.exp_avg + start * 4, b.exp_avg_sq + start * 4)
+            _adam(*arrays, grad, b.grad_dtype, out, b.out_dtype, numel, scalars)
+        if not b.upload_to:
+            return
+        if not self._cuda.memcpy_htod_async:
+            ctypes.memmove(b.stage or b.upload_to, b.upload_from, b.upload_bytes)
+            if b.stage:
+                cast(b.stage, _F32, b.upload_to, b.out_dtype, b.stage_numel, 1)
+            return
+        if b.stage:
+            raise RuntimeError('cast_up = "gpu" needs the compiled kernels; use cast_up = "fused"')
+        prototype: Callable[..., Any] = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+        )
+        copy = prototype(self._cuda.memcpy_htod_async)
+        record = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(self._cuda.event_record)
+        start, done = b.events[step.sequence & 1]
+        if start:
+            record(start, self._cuda.upload_stream)
+        if code := copy(b.upload_to, b.upload_from, b.upload_bytes, self._cuda.upload_stream):
+            raise RuntimeError(f"cuMemcpyHtoDAsync failed with CUDA driver error {code}")
+        record(done, self._cuda.upload_stream)
+
+    @staticmethod
+    def _driver(name: str) -> None:
+        if code := getattr(ctypes.CDLL("libcuda.so.1"), name)():
+            raise RuntimeError(f"{name} failed with CUDA driver error {code}")
+
+    def wait_verdict(self, sequence: int) -> None:
+        self._check()
+
+    def wait_bucket(self, bucket: int, sequence: int) -> None:
+        self._check()
+
+    def wait_idle(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise RuntimeError("the optimizer's worker is closed")
+
+    def verdict(self) -> tuple[int, float, float, bool]:
+        return self._verdict
+
+    def trace(self, on: bool) -> None:
+        """Spans of the fall-back are not recorded."""
+
+    def take_spans(self) -> list[tuple[int, int, int, int, int]]:
+        return []
+
+    def set_delay_us(self, us: int) -> None:
+        """Nothing runs beside the caller, so there is nothing to delay."""
+
+    def close(self) -> None:
+        self._closed = True

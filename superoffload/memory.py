@@ -1,0 +1,174 @@
+"""Byte accounting: what a plan needs on the GPU and on the host, item by item, before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from superoffload.record import Record
+from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, GB
+
+if TYPE_CHECKING:
+    from superoffload.layout import Bucket
+    from superoffload.plan import Plan
+    from superoffload.profiler import BlockProfile, Profile
+
+Place = Literal["gpu", "host", "pinned"]
+
+CUDA_CONTEXT_BYTES = 1_000_000_000
+"""CUDA context, library workspaces and allocator slack kept free on a GPU; assumed."""
+HOST_RESERVE_BYTES = 4_000_000_000
+"""System, Python and PyTorch on the host; assumed."""
+SMALL_HOST_RESERVE_BYTES = 2_000_000_000
+"""The same where GPU and CPU share one memory, as on a laptop; assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerItem:
+    """One item. `pinned` items are host memory too: `host` totals include them."""
+
+    place: Place
+    name: str
+    bytes: int
+
+
+class Ledger(Record):
+    """Items and capacities. `reserve` names what is kept free of each place (context, allocator, system)."""
+
+    items: tuple[LedgerItem, ...] = ()
+    gpu_capacity_bytes: int = 0
+    """0 where unknown."""
+    host_capacity_bytes: int = 0
+
+    def total(self, place: Place) -> int:
+        """Bytes at `place`; `host` includes what is pinned."""
+        wanted = ("host", "pinned") if place == "host" else (place,)
+        return sum(i.bytes for i in self.items if i.place in wanted)
+
+    def largest(self, place: Place) -> LedgerItem | None:
+        wanted = ("host", "pinned") if place == "host" else (place,)
+        return max((i for i in self.items if i.place in wanted), key=lambda i: i.bytes, default=None)
+
+    @property
+    def fits(self) -> bool:
+        return not self.overflow()
+
+    def overflow(self) -> dict[str, int]:
+        """Bytes over capacity by place, only where there are any."""
+        caps: dict[Place, int] = {"gpu": self.gpu_capacity_bytes, "host": self.host_capacity_bytes}
+        return {p: self.total(p) - c for p, c in caps.items() if c and self.total(p) > c}
+
+    def summary(self) -> dict[str, object]:
+        return {
+            "gpu_gb": self.total("gpu") / GB,
+            "host_gb": self.total("host") / GB,
+            "pinned_gb": self.total("pinned") / GB,
+            "gpu_capacity_gb": self.gpu_capacity_bytes / GB,
+            "host_capacity_gb": self.host_capacity_bytes / GB,
+            "fits": self.fits,
+            "items": [{"place": i.place, "name": i.name, "gb": i.bytes / GB} for i in self.items],
+        }
+
+
+def ledger(profile: Profile, plan: Plan) -> Ledger:
+    """Account for every byte that the engine holds under `plan`, before anything runs.
+
+    Where GPU and CPU share one memory, GPU items count as host memory and the GPU's capacity is left open.
+
+    Raises:
+        InputError: the plan does not belong to the profile.
+    """
+    from superoffload import graph
+    from superoffload.profiler import rescale
+
+    profile = rescale(profile, micro_batch=plan.micro_batch, seq_len=plan.seq_len)
+    graph.check_plan(profile, plan)
+    hw = profile.hardware
+    buckets = graph.buckets_of(profile, plan.bucket_mb)
+    first_retained = max(0, len(buckets) - plan.retained_buckets)
+    on_cpu, retained = buckets[:first_retained], buckets[first_retained:]
+    costs = {dtype: graph.bucket_cost(plan, dtype) for dtype in DTYPE_BYTES}
+    flow = set(plan.flow_blocks)
+    stay = [b for i, b in enumerate(profile.blocks) if i not in flow]
+    away = [b for i, b in enumerate(profile.blocks) if i in flow]
+
+    # What goes up the link is pinned: the 16-bit copy, or the master where the GPU casts or weights are float32.
+    copied = [b for b in on_cpu if b.dtype != "float32" and plan.cast_up != "gpu"]
+    pinned_master = 4 * sum(b.numel for b in on_cpu) if len(copied) < len(on_cpu) else 0
+    numel = {"cpu": sum(b.numel for b in on_cpu), "largest": max((b.numel for b in on_cpu), default=0)}
+    gpu: dict[str, int] = {
+        "16-bit weights": _weights([b for b in stay if b.dtype != "float32"]),
+        "float32 weights": _weights([b for b in stay if b.dtype == "float32"]),
+        "flow slots": (plan.prefetch_blocks + 1) * max((_weights([b]) for b in away), default=0),
+        "buffers and frozen parameters": profile.buffers_bytes,
+        "gradient ring": (graph.RING_SLOTS if on_cpu else 0)
+        * max((b.numel * costs[b.dtype].down_bytes for b in on_cpu), default=0),
+        "upload staging": 4 * numel["largest"] if plan.cast_up == "gpu" else 0,
+        "retained master weights and moments": sum(
+            b.numel * (ADAM_STATE_BYTES - (4 if b.dtype == "float32" else 0)) for b in retained
+        ),
+        "retained gradients": sum(b.numel * DTYPE_BYTES[b.dtype] for b in retained),
+        "gradients while accumulating": _weights(profile.blocks) if plan.accumulation > 1 else 0,
+        "gradient being produced": _largest_gradient(profile.blocks),
+        **_activations(profile.blocks, plan.activations),
+    }
+    pinned: dict[str, int] = {
+        "held gradients": sum(b.numel * costs[b.dtype].down_bytes for b in on_cpu),
+        "upload copy of new weights": sum(b.numel * DTYPE_BYTES[b.dtype] for b in copied),
+        "pinned master weights": pinned_master,
+        "home of flow blocks in retained buckets": _retained_homes(profile, plan, retained),
+    }
+    casts = [b.numel for b in on_cpu if costs[b.dtype].cast_down_bytes]
+    host: dict[str, int] = {
+        ("moments" if pinned_master else "master weights and moments"): ADAM_STATE_BYTES * numel["cpu"] - pinned_master,
+        "float32 gradient of one bucket": 4 * max(casts, default=0),
+        "undo records": graph.UNDO_BYTES * numel["cpu"] if plan.speculate == "on" else 0,
+    }
+    if not hw.shared_memory or hw.gpu.peak_bf16_tflops:
+        gpu["CUDA context and allocator"] = CUDA_CONTEXT_BYTES
+    host["system and Python"] = SMALL_HOST_RESERVE_BYTES if hw.shared_memory else HOST_RESERVE_BYTES
+    place: Place = "host" if hw.shared_memory else "gpu"
+    groups: tuple[tuple[Place, dict[str, int]], ...] = ((place, gpu), ("pinned", pinned), ("host", host))
+    return Ledger.model_construct(
+        items=tuple(LedgerItem(where, name, n) for where, group in groups for name, n in group.items() if n),
+        gpu_capacity_bytes=0 if hw.shared_memory else round(hw.gpu.memory_gb * GB),
+        host_capacity_bytes=round(hw.cpu.memory_gb * GB),
+    )
+
+
+def _weights(blocks: list[BlockProfile] | tuple[BlockProfile, ...]) -> int:
+    return sum(b.params * DTYPE_BYTES[b.dtype] for b in blocks)
+
+
+def _largest_gradient(blocks: tuple[BlockProfile, ...]) -> int:
+    """The gradient of one tensor exists beside the ring while it is copied into it."""
+    return max((n * DTYPE_BYTES[b.dtype] for b in blocks for n in b.tensor_numels), default=0)
+
+
+def _activations(blocks: tuple[BlockProfile, ...], policy: str) -> dict[str, int]:
+    """What forward keeps for backward, and the largest extra of any one block.
+
+    With recomputation a layer keeps its input; in backward one layer at a time has all of its activations. The head's
+    working memory (logits) exists while everything is kept; that of a layer when the later ones are gone already.
+    """
+    kept, peak, extra = 0, 0, 0
+    for b in blocks:
+        recomputed = policy == "full" and b.kind == "layer"
+        own = b.input_bytes if recomputed else b.activation_bytes
+        kept += own
+        here = kept + (b.activation_bytes - own if recomputed else 0) + b.working_bytes
+        if here > peak:
+            peak, extra = here, here
+    name = "layer inputs kept for recomputation" if policy == "full" else "activations"
+    return {name: kept, "recomputed layer, logits and loss": max(0, extra - kept)}
+
+
+def _retained_homes(profile: Profile, plan: Plan, retained: list[Bucket]) -> int:
+    """A flow block in a retained bucket has no CPU Adam whose output could be its home copy."""
+    from superoffload.graph import backward_tensors
+
+    if not plan.flow_blocks or not retained:
+        return 0
+    refs = backward_tensors(profile)
+    flow = set(plan.flow_blocks)
+    return sum(s.numel * DTYPE_BYTES[b.dtype] for b in retained for s in b.segments if refs[s.tensor].block in flow)

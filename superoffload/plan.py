@@ -1,0 +1,59 @@
+"""The plan: every choice about where training state lives and when it moves. Making one is planner.py's work."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from superoffload.record import Record
+
+Cast = Literal["gpu", "cpu", "fused"]
+Speculate = Literal["on", "off", "auto"]
+Activations = Literal["none", "full"]
+
+CASTS: tuple[Cast, ...] = ("gpu", "cpu", "fused")
+
+
+class Plan(Record):
+    """One way to run a training step. Field names are the knobs of the Tuner and the `--set` keys of the CLI."""
+
+    schema_name: ClassVar[str] = "superoffload.plan"
+
+    bucket_mb: Annotated[float, Field(gt=0, le=65536)] = 64.0
+    """Bucket size in MiB of fp32 (64 = 16.8M parameters)."""
+    retained_buckets: Annotated[int, Field(ge=0)] = 0
+    """How many buckets, counted from the *last* that backward completes (the first layers), keep master weights and
+    moments on the GPU: their gradients arrive last, so their CPU update could hide behind nothing."""
+    flow_blocks: tuple[int, ...] = ()
+    """Blocks whose 16-bit weights live in pinned CPU memory and are fetched before each use."""
+    prefetch_blocks: Annotated[int, Field(ge=1)] = 1
+    """How many flow blocks are fetched ahead of their use."""
+    cast_down: Cast = "fused"
+    """Who casts gradients 16-bit to fp32: `gpu` (fp32 crosses the link), `cpu` (16-bit crosses, separate pass on the
+    CPU), `fused` (16-bit crosses, cast inside the Adam pass)."""
+    cast_up: Cast = "fused"
+    """Who casts new weights fp32 to 16-bit; same words."""
+    speculate: Speculate = "auto"
+    """`on`: Adam starts before the gradient norm is known. `off`: it waits. `auto`: the engine decides step by step."""
+    adam_threads: Annotated[int, Field(ge=1)] = 1
+    """CPU threads of the Adam pool."""
+    activations: Activations = "full"
+    """`full`: only block inputs are kept and forward is recomputed in backward. `none`: everything is kept."""
+    micro_batch: Annotated[int, Field(ge=1)] = 1
+    """Sequences per micro-batch."""
+    seq_len: Annotated[int, Field(ge=1)] = 1
+    """Tokens per sequence."""
+    accumulation: Annotated[int, Field(ge=1)] = 1
+    """Micro-batches per optimizer step."""
+    reasons: dict[str, str] = Field(default_factory=dict)
+    """One sentence with numbers for each field that the cost model chose; absent for a field set by hand."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.micro_batch * self.seq_len * self.accumulation
+
+    @classmethod
+    def knobs(cls) -> tuple[str, ...]:
+        """Names of the fields a person may set."""
+        return tuple(name for name in cls.model_fields if name != "reasons")

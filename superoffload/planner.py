@@ -1,0 +1,321 @@
+"""Make a plan: what the user sets is kept, everything else is chosen by the cost model, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from superoffload import graph, simulator
+from superoffload.errors import InputError, did_you_mean
+from superoffload.fitting import does_not_fit, spread_layers
+from superoffload.hardware import Hardware
+from superoffload.memory import ledger
+from superoffload.plan import CASTS, Cast, Plan
+from superoffload.profiler import Profile, rescale, retarget
+from superoffload.units import DTYPE_BYTES, FP32_BYTES, GB, MIB, format_bytes, format_seconds
+
+MIN_BUCKETS = 16
+"""A model is cut into at least this many buckets, so that links and Adam work side by side."""
+GOOD_ENOUGH = 1.003
+"""A cheaper choice wins where it costs less than 0.3 % of a step."""
+SEARCH_BUCKETS = 96
+"""Buckets in the simulations of a search; the chosen plan is simulated with its own."""
+_ALIASES = ("flow", "buckets")
+
+
+def make_plan(profile: Profile, hardware: str | Hardware | None = None, *, check: bool = True, **knobs: Any) -> Plan:
+    """Choose every knob that is not given and say why.
+
+    Args:
+        profile: Measured or estimated.
+        hardware: Plan for this machine instead of the profile's (`profiler.retarget` says what that means).
+        check: Refuse a plan that does not fit into the memory.
+        knobs: Any field of Plan except `reasons`. `flow` may stand for `flow_blocks`: block indices, or how many
+            layers, evenly spread. `buckets` may stand for `bucket_mb`: how many buckets the model is cut into.
+
+    Returns:
+        A plan whose `reasons` hold one sentence for each chosen field and none for those given.
+
+    Raises:
+        InputError: an unknown knob or an impossible value.
+        DoesNotFit: the plan needs more memory than there is; the message names the largest item and the nearest plan
+            that fits, `ledger` holds the accounting and `nearest` that plan.
+    """
+    if hardware is not None:
+        profile = retarget(profile, hardware)
+    given = _given(profile, knobs)
+    profile = rescale(profile, micro_batch=given.get("micro_batch"), seq_len=given.get("seq_len"))
+    plan = _Chooser(profile, given).choose()
+    graph.check_plan(profile, plan)
+    if check:
+        account = ledger(profile, plan)
+        if not account.fits:
+            raise does_not_fit(profile, plan, account)
+    return plan
+
+
+def _given(profile: Profile, knobs: dict[str, Any]) -> dict[str, Any]:
+    """Check names, replace aliases, validate values."""
+    names = (*Plan.knobs(), *_ALIASES)
+    for name in knobs:
+        if name not in names:
+            raise InputError(
+                f'unknown knob "{name}"{did_you_mean(name, names)}', expected="one of " + ", ".join(sorted(names))
+            )
+    given = {k: v for k, v in knobs.items() if v is not None}
+    for alias, field in (("flow", "flow_blocks"), ("buckets", "bucket_mb")):
+        if alias in given and field in given:
+            raise InputError(f"{alias} and {field} are both given", remedy=f"Give only {field}")
+    if "flow" in given:
+        flow = given.pop("flow")
+        given["flow_blocks"] = spread_layers(profile, flow) if isinstance(flow, int) else tuple(flow)
+    if "buckets" in given:
+        count = given.pop("buckets")
+        if not isinstance(count, int) or count < 1:
+            raise InputError(f"buckets = {count!r}", expected="a whole number of at least 1")
+        given["bucket_mb"] = max(profile.params * FP32_BYTES / MIB / count, 2**-5)
+    batch = {"micro_batch": profile.micro_batch, "seq_len": profile.seq_len}
+    plan = Plan.from_dict({**batch, **given}, where="the plan")
+    return {k: getattr(plan, k) for k in given}
+
+
+class _Chooser:
+    """Choose the open fields one after another; `self.reasons` grows with them."""
+
+    def __init__(self, profile: Profile, given: dict[str, Any]):
+        self.profile, self.given, self.hw = profile, given, profile.hardware
+        self.reasons: dict[str, str] = {}
+        self.fp32 = all(b.dtype == "float32" for b in profile.blocks)
+
+    def choose(self) -> Plan:
+        fields: dict[str, Any] = {
+            "micro_batch": self.profile.micro_batch,
+            "seq_len": self.profile.seq_len,
+            **self.given,
+        }
+        for name, choose in (("bucket_mb", self._bucket_mb), ("adam_threads", self._threads)):
+            if name not in self.given:
+                fields[name] = choose()
+        if "speculate" not in self.given:
+            self.reasons["speculate"] = (
+                "auto: the engine decides; this version waits for the gradient norm, so it is simulated as off"
+            )
+        for name, why in (
+            ("micro_batch", "as profiled"),
+            ("seq_len", "as profiled"),
+            ("accumulation", "1: every micro-batch is a step"),
+        ):
+            if name not in self.given:
+                self.reasons[name] = why
+        plan = Plan(**fields)
+        plan = self._casts(plan)
+        plan = self._placement(plan)
+        return plan.model_copy(update={"reasons": dict(self.reasons)})
+
+    def _bucket_mb(self) -> float:
+        total = self.profile.params * FP32_BYTES / MIB
+        size = 64.0
+        while size > 0.25 and total / size < MIN_BUCKETS:
+            size /= 2
+        copy = size * MIB / FP32_BYTES * (FP32_BYTES if self.fp32 else 2)
+        down = self.hw.link.down
+        why = "the paper's size" if size == 64 else f"the largest that still cuts the model into {MIN_BUCKETS} buckets"
+        self.reasons["bucket_mb"] = (
+            f"{size:g} MiB, {why}: a {format_bytes(copy)} gradient copy reaches {down.at(copy) / down.peak:.0%} of the "
+            f"link's {down.peak:g} GB/s down"
+        )
+        return size
+
+    def _threads(self) -> int:
+        cpu = self.hw.cpu
+        best = max(cpu.adam_gb_per_s)
+        most = min(max(cpu.adam_threads), cpu.cores)
+        threads = next((t for t in range(1, most + 1) if cpu.adam_at(t) >= 0.97 * best), most)
+        self.reasons["adam_threads"] = (
+            f"{threads} of {cpu.cores} cores: Adam draws {cpu.adam_at(threads):.0f} GB/s with them and "
+            f"{best:.0f} GB/s at best; the others stay with PyTorch"
+        )
+        return threads
+
+    def _coarse(self, plan: Plan) -> Plan:
+        """The same plan with at most SEARCH_BUCKETS buckets, for quick simulations."""
+        size = max(plan.bucket_mb, self.profile.params * FP32_BYTES / MIB / SEARCH_BUCKETS)
+        if size == plan.bucket_mb:
+            return plan
+        total = len(graph.buckets_of(self.profile, size))
+        whole = len(graph.buckets_of(self.profile, plan.bucket_mb))
+        retained = min(total, round(plan.retained_buckets * total / whole))
+        return plan.model_copy(update={"bucket_mb": size, "retained_buckets": retained})
+
+    def _seconds(self, plan: Plan) -> float:
+        return simulator.step_seconds(self.profile, self._coarse(plan))
+
+    def _casts(self, plan: Plan) -> Plan:
+        for name in ("cast_down", "cast_up"):
+            if name in self.given:
+                continue
+            if self.fp32:
+                self.reasons[name] = "fused: weights and gradients are float32, so nothing is cast"
+                continue
+            tried = {cast: self._seconds(plan.model_copy(update={name: cast})) for cast in CASTS}
+            best = min(tried.values())
+            order: tuple[Cast, ...] = ("fused", "gpu", "cpu")  # fewer bytes first where times are alike
+            cast = next(c for c in order if tried[c] <= best * GOOD_ENOUGH)
+            plan = plan.model_copy(update={name: cast})
+            curve, word = (self.hw.link.down, "down") if name == "cast_down" else (self.hw.link.up, "up")
+            link = {n: self.profile.params * n / (curve.peak * GB) for n in (2, 4)}
+            self.reasons[name] = (
+                f"{cast}: a step of {format_seconds(tried[cast])}, "
+                + ", ".join(f"{format_seconds(tried[c])} with {c}" for c in order if c != cast)
+                + f" (all states on the CPU); 16-bit takes {format_seconds(link[2])} {word} the link, float32 "
+                f"{format_seconds(link[4])}"
+            )
+        return plan
+
+    def _placement(self, plan: Plan) -> Plan:
+        """Choose activations, flow and retained together: they compete for the GPU's memory."""
+        policies = (plan.activations,) if "activations" in self.given else ("none", "full")
+        found: list[tuple[float, Plan, dict[str, str]]] = []
+        for policy in policies:
+            reasons: dict[str, str] = {}
+            candidate = self._flow(plan.model_copy(update={"activations": policy}), reasons)
+            candidate = self._retained(candidate, reasons)
+            candidate = self._prefetch(candidate, reasons)
+            if len(policies) == 1 or ledger(self.profile, candidate).fits:
+                found.append((self._seconds(candidate), candidate, reasons))
+        if not found:  # nothing fits: report on the policy that needs least
+            reasons = {}
+            candidate = self._flow(plan.model_copy(update={"activations": "full"}), reasons)
+            found.append((float("inf"), self._retained(candidate, reasons), reasons))
+        # The engine cannot run flow blocks yet, so a plan without them wins where there is one.
+        seconds, best, reasons = min(found, key=lambda f: ("flow_blocks" in f[2] and bool(f[1].flow_blocks), f[0]))
+        self.reasons.update(reasons)
+        if "activations" not in self.given:
+            self.reasons["activations"] = self._why_activations(best, seconds, found)
+        return best
+
+    def _why_activations(self, best: Plan, seconds: float, found: list[tuple[float, Plan, dict[str, str]]]) -> str:
+        kept = sum(b.activation_bytes for b in self.profile.blocks)
+        if len(found) > 1:
+            (other, plan, _), *_ = [f for f in found if f[1] is not best]
+            if other < seconds:
+                return (
+                    f"{best.activations}: a step of {format_seconds(seconds)} without flow blocks; {plan.activations} "
+                    f"takes {format_seconds(other)} and needs {len(plan.flow_blocks)} of them"
+                )
+            return (
+                f"{best.activations}: a step of {format_seconds(seconds)}, {format_seconds(other)} with "
+                f"{plan.activations}; keeping everything takes {format_bytes(kept)}"
+            )
+        return f"{best.activations}: keeping everything ({format_bytes(kept)}) does not fit the memory"
+
+    def _flow(self, plan: Plan, reasons: dict[str, str]) -> Plan:
+        """Let as few layers flow as the GPU's memory demands."""
+        if "flow_blocks" in self.given:
+            return plan
+        least = plan if "retained_buckets" in self.given else plan.model_copy(update={"retained_buckets": 0})
+        if self._gpu_over(least) <= 0:
+            reasons["flow_blocks"] = (
+                f"none: 16-bit weights of {format_bytes(self._weights())} fit beside the activations"
+            )
+            return plan
+        layers = sum(b.kind == "layer" for b in self.profile.blocks)
+
+        def over(count: int) -> int:
+            return self._gpu_over(least.model_copy(update={"flow_blocks": spread_layers(self.profile, count)}))
+
+        if over(layers) > 0:
+            reasons["flow_blocks"] = "none: even with all layers flowing the GPU's memory would not do"
+            return plan
+        count = _first(lambda n: over(n) <= 0, 1, layers)
+        reasons["flow_blocks"] = (
+            f"{count} of {layers} layers: without them the GPU lacks {format_bytes(self._gpu_over(least))} (flowing is "
+            "simulated; this version of the engine refuses to train with it)"
+        )
+        return plan.model_copy(update={"flow_blocks": spread_layers(self.profile, count)})
+
+    def _weights(self) -> int:
+        return sum(b.params * DTYPE_BYTES[b.dtype] for b in self.profile.blocks)
+
+    def _gpu_over(self, plan: Plan) -> int:
+        """Bytes over the GPU's capacity (the whole memory's where it is shared); negative where there is room."""
+        account = ledger(self.profile, plan)
+        if account.gpu_capacity_bytes:
+            return account.total("gpu") - account.gpu_capacity_bytes
+        return account.total("host") - account.host_capacity_bytes
+
+    def _host_over(self, plan: Plan) -> int:
+        account = ledger(self.profile, plan)
+        return account.total("host") - account.host_capacity_bytes
+
+    def _retained(self, plan: Plan, reasons: dict[str, str]) -> Plan:
+        """Keep the fewest buckets on the GPU that leave no exposed optimizer time, within the memory of both."""
+        if "retained_buckets" in self.given:
+            return plan
+        if self.hw.shared_memory and not self.hw.gpu.peak_bf16_tflops:
+            reasons["retained_buckets"] = "0: the CPU is the only processor here"
+            return plan
+        total = len(graph.buckets_of(self.profile, plan.bucket_mb))
+
+        def at(n: int) -> Plan:
+            return plan.model_copy(update={"retained_buckets": n})
+
+        most = total if self._gpu_over(at(total)) <= 0 else _first(lambda n: self._gpu_over(at(n)) > 0, 0, total) - 1
+        least = 0 if self._host_over(at(0)) <= 0 else _first(lambda n: self._host_over(at(n)) <= 0, 0, total)
+        if most < 0 or least > most:
+            reasons["retained_buckets"] = "0: no number of retained buckets makes GPU and host memory fit"
+            return plan
+        known: dict[int, float] = {}
+
+        def seconds(n: int) -> float:
+            if n not in known:
+                known[n] = self._seconds(at(n))
+            return known[n]
+
+        coarse = sorted({least + (most - least) * k // 8 for k in range(9)})
+        best = min(coarse, key=seconds)
+        i = coarse.index(best)
+        low, high = coarse[max(0, i - 1)], coarse[min(len(coarse) - 1, i + 1)]
+        while high - low > 2:  # the time falls, then rises slowly with the GPU's own Adam
+            a, b = low + (high - low) // 3, high - (high - low) // 3
+            low, high = (low, b) if seconds(a) <= seconds(b) else (a, high)
+        goal = min(known.values()) * GOOD_ENOUGH
+        below = max((n for n, s in known.items() if s > goal and n < min(k for k, v in known.items() if v <= goal)),
+                    default=least - 1)  # fmt: skip
+        first = min(n for n, s in known.items() if s <= goal)
+        n = _first(lambda k: seconds(k) <= goal, below + 1, first)
+        why = f"a step of {format_seconds(seconds(n))}"
+        why += f", {format_seconds(seconds(least))} with {least}" if n > least else ""
+        why += ", more would gain less than 0.3 %" if n < most else ""
+        bound = f"; GPU memory allows {most}" if most < total else ""
+        need = f"; host memory needs at least {least}" if least else ""
+        reasons["retained_buckets"] = f"{n} of {total}: {why}{bound}{need}"
+        return at(n)
+
+    def _prefetch(self, plan: Plan, reasons: dict[str, str]) -> Plan:
+        """Fetch as few flow blocks ahead as give the shortest step."""
+        if "prefetch_blocks" in self.given:
+            return plan
+        if not plan.flow_blocks:
+            reasons["prefetch_blocks"] = "1: nothing flows"
+            return plan
+        tried: dict[int, float] = {}
+        for n in (1, 2, 3):
+            ahead = plan.model_copy(update={"prefetch_blocks": n})
+            if n == 1 or ledger(self.profile, ahead).fits:
+                tried[n] = self._seconds(ahead)
+        n = next(n for n, s in tried.items() if s <= min(tried.values()) * GOOD_ENOUGH)
+        times = ", ".join(f"{format_seconds(s)} with {k}" for k, s in tried.items() if k != n)
+        reasons["prefetch_blocks"] = f"{n}: a step of {format_seconds(tried[n])}" + (f", {times}" if times else "")
+        return plan.model_copy(update={"prefetch_blocks": n})
+
+
+def _first(test: Callable[[int], bool], low: int, high: int) -> int:
+    """Smallest n in [low, high] for which the monotone `test` holds; `high` is known to pass."""
+    while low < high:
+        middle = (low + high) // 2
+        if test(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -1,0 +1,339 @@
+"""Measures this machine for the cost model: link, CPU Adam, casts, matrix product, memory bandwidths.
+
+Takes well under half a minute and is kept in the user's cache with the fingerprint of the machine, so that a changed
+processor, driver or library measures anew. Without a GPU the "GPU" is the CPU, its link a memory copy, and both share
+one memory; everything else works the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import math
+import os
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from superoffload import kernels
+from superoffload.errors import InputError
+from superoffload.hardware import Cpu, Curve, Gpu, Hardware, Link
+from superoffload.kernels import available_cores
+from superoffload.model_source import cache_dir
+from superoffload.profiling_state import Clock
+from superoffload.units import ADAM_STREAM_BYTES, GB, MB, TERA
+
+LINK_SIZES_MB = (1, 4, 16, 64, 256)
+ADAM_PARAMS = 1 << 24
+"""Parameters of the Adam measurement: 470 MB of traffic, far beyond any cache."""
+CAST_BYTES = 6
+"""Bytes per element of a cast from fp32 to 16 bit: read 4, write 2."""
+
+PEAK_BF16_TFLOPS = {
+    "NVIDIA GH200 480GB": 990.0,
+    "NVIDIA GH200 120GB": 990.0,
+    "NVIDIA GH200 144G HBM3e": 990.0,
+    "NVIDIA H200": 990.0,
+    "NVIDIA H100 80GB HBM3": 990.0,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+}
+"""Vendor's dense bf16 peak by the driver's exact name; another GPU gets no MFU rather than a wrong one."""
+
+Progress = Callable[[str], None]
+
+
+def probe_machine(*, refresh: bool = False, progress: Progress | None = None) -> Hardware:
+    """Measure this machine, or read what was measured on it before.
+
+    Args:
+        refresh: measure again.
+        progress: called with one short line before each measurement.
+    """
+    identity = machine_fingerprint()
+    path = cache_path(identity)
+    if not refresh and path.is_file():
+        with contextlib.suppress(InputError):  # a file of an older version is measured anew
+            return Hardware.load(path)
+    found = measure(identity, progress or (lambda line: None))
+    with contextlib.suppress(OSError):  # a read-only home costs a new measurement each time, nothing else
+        found.save(path)
+    return found
+
+
+def cache_path(identity: dict[str, str]) -> Path:
+    """File of the machine with this fingerprint in the user's cache."""
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return cache_dir() / "hardware" / f"{digest[:16]}.json"
+
+
+def machine_fingerprint() -> dict[str, str]:
+    """What the measured numbers depend on: processors, cores given to us, driver, libraries, kernels."""
+    from superoffload import __version__
+
+    found = {
+        "cpu": cpu_name(),
+        "cores": str(available_cores()),
+        "host_memory_gb": f"{host_memory_bytes() / GB:.0f}",
+        "torch": torch.__version__,
+        "superoffload": __version__,
+        "isa": str(kernels.capabilities()["active"]),
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpu": properties.name,
+            "gpu_memory_gb": f"{properties.total_memory / GB:.0f}",
+            "cuda": str(torch.version.cuda or torch.version.hip),
+        }
+    return found
+
+
+def measure(identity: dict[str, str], progress: Progress) -> Hardware:
+    """Run every measurement. The random state is not used, and nothing stays allocated."""
+    cores, memory = available_cores(), host_memory_bytes()
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+    adam_threads = tuple(sorted({1, cores, *(2**i for i in range(1, int(math.log2(cores)) + 1))}))
+    adam = _measure_adam(adam_threads, progress)
+    progress("cast on the CPU")
+    cast = _measure_cast(cores)
+    progress("matrix product")
+    matmul = _measure_matmul(device)
+    progress("device memory copy")
+    hbm = _measure_device_copy(device)
+    link, link_how = _measure_link(device, progress)
+    progress("Adam and copies at once")
+    dram = max(_measure_dram(device, cores), adam[-1], hbm if not has_gpu else 0.0)
+    if has_gpu:
+        torch.cuda.empty_cache()
+    name = identity.get("gpu", identity["cpu"])
+    total = torch.cuda.get_device_properties(0).total_memory if has_gpu else memory
+    measured = "measured by superoffload probe"
+    return Hardware(
+        name=name if has_gpu else f"{name} (no GPU)",
+        source="probed",
+        gpu=Gpu(
+            name=name if has_gpu else f"{name} as GPU",
+            memory_gb=total / GB,
+            peak_bf16_tflops=PEAK_BF16_TFLOPS.get(name, 0.0) if has_gpu else 0.0,
+            matmul_bf16_tflops=matmul,
+            hbm_gb_per_s=hbm,
+        ),
+        cpu=Cpu(
+            name=identity["cpu"],
+            cores=cores,
+            memory_gb=memory / GB,
+            dram_gb_per_s=dram,
+            adam_threads=adam_threads,
+            adam_gb_per_s=adam,
+            cast_gb_per_s=cast,
+        ),
+        link=link,
+        shared_memory=not has_gpu,
+        sources={
+            "gpu.memory_gb": "reported by the driver" if has_gpu else "host memory: there is no GPU",
+            "gpu.peak_bf16_tflops": "vendor's dense bf16 peak" if name in PEAK_BF16_TFLOPS else "not known",
+            "gpu.matmul_bf16_tflops": f"{measured}: bf16 matrix product",
+            "gpu.hbm_gb_per_s": f"{measured}: copy within the device, read and write counted",
+            "cpu.adam_gb_per_s": f"{measured}: fp32 AdamW of {ADAM_PARAMS / 1e6:.1f}M parameters, 28 bytes each",
+            "cpu.cast_gb_per_s": f"{measured}: fp32 to bf16, 6 bytes per element",
+            "cpu.dram_gb_per_s": f"{measured}: Adam and copies both ways at once, the highest sum seen",
+            "link": f"{measured}: {link_how}",
+        },
+        fingerprint={**identity, "date": datetime.date.today().isoformat()},
+    )
+
+
+def _measure_adam(threads: tuple[int, ...], progress: Progress) -> tuple[float, ...]:
+    """GB/s of the project's own AdamW at each thread count, made ascending: more threads never hurt the model."""
+    p, m, v, g = (torch.zeros(ADAM_PARAMS) for _ in range(4))
+    g.fill_(1e-3)
+    seconds: dict[int, list[float]] = {n: [] for n in threads}
+    progress("CPU Adam")
+    for round_ in range(4):  # interleaved: the memory's speed drifts
+        for n in threads:
+            start = time.perf_counter()
+            _adam(p, m, v, g, n)
+            if round_:
+                seconds[n].append(time.perf_counter() - start)
+    found = [ADAM_PARAMS * ADAM_STREAM_BYTES / statistics.median(seconds[n]) / GB for n in threads]
+    return tuple(max(found[: i + 1]) for i in range(len(found)))
+
+
+def _adam(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, threads: int) -> None:
+    kernels.adam_step(
+        p, m, v, g, lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10, threads=threads
+    )
+
+
+def _measure_cast(threads: int) -> float:
+    source, target = torch.zeros(ADAM_PARAMS), torch.zeros(ADAM_PARAMS, dtype=torch.bfloat16)
+    seconds = _median(lambda: kernels.cast(source, target, threads=threads), Clock(torch.device("cpu")))
+    return ADAM_PARAMS * CAST_BYTES / seconds / GB
+
+
+def _measure_matmul(device: torch.device) -> float:
+    n = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.full((n, n), 0.5, dtype=torch.bfloat16, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    seconds = _median(lambda: torch.mm(a, b, out=out), Clock(device))
+    return 2.0 * n**3 / seconds / TERA
+
+
+def _measure_device_copy(device: torch.device) -> float:
+    """Read and write counted, as a roofline counts them."""
+    n = (1 << 30) if device.type == "cuda" else (1 << 27)
+    a = torch.zeros(n, dtype=torch.uint8, device=device)
+    b = torch.zeros_like(a)
+    return 2.0 * n / _median(lambda: b.copy_(a), Clock(device)) / GB
+
+
+def _measure_link(device: torch.device, progress: Progress) -> tuple[Link, str]:
+    largest = int(LINK_SIZES_MB[-1] * MB)
+    host, pinned = _host_buffers(largest, device)
+    near = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(2)]
+    curves: dict[str, list[float]] = {"down": [], "up": []}
+    clock = Clock(device)
+    for size_mb in LINK_SIZES_MB:
+        progress(f"link, {size_mb} MB")
+        n = int(size_mb * MB)
+        repeat = max(1, int(128 / size_mb))
+        for way in ("down", "up"):
+            target, source = (host[0], near[0]) if way == "down" else (near[1], host[1])
+            # one piece after another, so that without a GPU no piece is still in a cache
+            targets = [target[i * n : (i + 1) * n] for i in range(repeat)]
+            sources = [source[i * n : (i + 1) * n] for i in range(repeat)]
+
+            def copies(pairs: tuple[Any, ...] = tuple(zip(targets, sources, strict=True))) -> None:
+                for t, s in pairs:
+                    t.copy_(s, non_blocking=True)
+
+            curves[way].append(n * repeat / _median(copies, clock) / GB)
+    progress("link, both ways at once")
+    both = _measure_both(device, host, near)
+    sizes = tuple(float(s) for s in LINK_SIZES_MB)
+    how = "copies from and to pinned memory" if pinned else "copies from and to pageable memory"
+    link = Link(
+        down=Curve(size_mb=sizes, gb_per_s=tuple(curves["down"])),
+        up=Curve(size_mb=sizes, gb_per_s=tuple(curves["up"])),
+        both_gb_per_s=both,
+    )
+    return link, how if device.type == "cuda" else "there is no GPU: memory copies within the host"
+
+
+def _host_buffers(n: int, device: torch.device) -> tuple[list[torch.Tensor], bool]:
+    buffers = [torch.zeros(n, dtype=torch.uint8) for _ in range(2)]
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # a low memlock limit: measured as it is, and said in `sources`
+            return [b.pin_memory() for b in buffers], True
+    return buffers, False
+
+
+def _measure_both(device: torch.device, host: list[torch.Tensor], near: list[torch.Tensor]) -> float:
+    """Sum of both directions in GB/s while both run."""
+    n, repeat = host[0].numel(), 4
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        _enqueue_both(device, host, near, repeat)
+        torch.cuda.synchronize(device)
+        return 2 * n * repeat / (time.perf_counter() - start) / GB
+
+    def run(target: torch.Tensor, source: torch.Tensor) -> None:
+        for _ in range(repeat):
+            target.copy_(source)
+
+    workers = [threading.Thread(target=run, args=pair) for pair in ((host[0], near[0]), (near[1], host[1]))]
+    start = time.perf_counter()
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    return 2 * n * repeat / (time.perf_counter() - start) / GB
+
+
+def _enqueue_both(device: torch.device, host: list[torch.Tensor], near: list[torch.Tensor], repeat: int) -> None:
+    for target, source in ((host[0], near[0]), (near[1], host[1])):
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            for _ in range(repeat):
+                target.copy_(source, non_blocking=True)
+
+
+def _measure_dram(device: torch.device, threads: int) -> float:
+    """GB/s of the host's memory with Adam on all threads beside copies both ways; without a GPU, 0: Adam alone and the
+    copy already show it."""
+    if device.type != "cuda":
+        return 0.0
+    n = int(LINK_SIZES_MB[-1] * MB)
+    host, _ = _host_buffers(n, device)
+    near = [torch.zeros(n, dtype=torch.uint8, device=device) for _ in range(2)]
+    p, m, v, g = (torch.zeros(ADAM_PARAMS) for _ in range(4))
+    _adam(p, m, v, g, threads)
+    repeat = 40  # about 200 ms at 50 GB/s each way
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    copied = threading.Event()
+    copy_seconds: list[float] = []
+
+    def wait() -> None:
+        torch.cuda.synchronize(device)
+        copy_seconds.append(time.perf_counter() - start)
+        copied.set()
+
+    _enqueue_both(device, host, near, repeat)
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    steps = 0
+    while not copied.is_set():
+        _adam(p, m, v, g, threads)
+        steps += 1
+    adam_seconds = time.perf_counter() - start
+    waiter.join()
+    adam = steps * ADAM_PARAMS * ADAM_STREAM_BYTES / adam_seconds / GB
+    return adam + 2 * n * repeat / copy_seconds[0] / GB
+
+
+def _median(work: Callable[[], object], clock: Clock, repeats: int = 5) -> float:
+    """Median seconds of `work` after two warm-up calls."""
+    seconds: list[float] = []
+    for i in range(repeats + 2):
+        start = clock.now()
+        work()
+        stop = clock.now()
+        clock.synchronize()
+        if i >= 2:
+            seconds.append(clock.seconds(start, stop))
+    return max(statistics.median(seconds), 1e-9)
+
+
+def host_memory_bytes() -> int:
+    """Main memory, or the container's limit where that is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
+
+
+def cpu_name() -> str:
+    """The processor's name as people know it."""
+    arm_parts = {"0xd0c": "Neoverse N1", "0xd40": "Neoverse V1", "0xd49": "Neoverse N2", "0xd4f": "Neoverse V2"}
+    with contextlib.suppress(OSError):
+        lines: dict[str, str] = {}
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            lines[key.strip()] = value.strip()
+        name = lines.get("model name") or arm_parts.get(lines.get("CPU part", ""))
+        if name and name != "unknown":
+            return name
+    return platform.processor() or platform.machine()

@@ -1,0 +1,273 @@
+"""Profiles: seconds and bytes per block, measured on this machine or estimated from the model's shape.
+
+The estimate counts, for each block, the FLOPs of its weight products and of causal attention and the bytes that eager
+PyTorch moves for everything else (norms, rotary positions, activation function, residuals, loss). Five constants turn
+these into seconds. They were fitted to the H200 figures below (bf16, eager, sdpa), which they meet within 2.5 %:
+
+    3.14B model, 8,192 tokens, full recompute: 0.466 s      3.14B, 32,768 tokens, full recompute: 1.784 s
+    3.14B model, 8,192 tokens, no recompute:   0.370 s      Llama-3-8B, 1 x 8,192, full recompute: 1.062 s
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from superoffload.errors import InputError
+from superoffload.hardware import Hardware, resolve
+from superoffload.model import BlockShape, ModelSpec, spec
+from superoffload.record import Record
+from superoffload.units import DTYPE_BYTES, GB, TERA
+
+MATMUL_SHARE = 0.95
+"""Share of `matmul_bf16_tflops` that a model's weight products reach at many tokens."""
+HALF_RATE_TOKENS = 250
+"""Tokens at which a weight product runs at half that rate: its time is proportional to tokens + 250."""
+ATTENTION_SHARE = 0.70
+"""Rate of fused causal attention against that of weight products."""
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward against its forward: scores are computed again (FlashAttention)."""
+BACKWARD_TRAFFIC = 5.1
+"""Time of the backward of everything but products and attention, against the counted bytes of its forward. Fitted,
+so that it also holds what backward's products lose against forward's."""
+LOSS_BYTES_PER_LOGIT = (14, 22)
+"""Bytes that float32 cross entropy moves per logit, forward and backward."""
+LOGIT_BYTES = 13
+"""Bytes held per logit at the peak of a 16-bit model: the logits, their float32 copy, log-probabilities, gradient
+(12.9 measured)."""
+FP32_RATE = 1 / 15
+"""float32 products without tensor cores against bf16 with them (67 of 990 TFLOP/s, published for Hopper)."""
+
+
+class BlockProfile(Record):
+    """A block is a module whose weights move together: embedding, transformer layer, final norm and head."""
+
+    name: str
+    kind: Literal["embedding", "layer", "head", "other"]
+    tensor_numels: tuple[int, ...]
+    """Elements of each trainable parameter in order of definition. A parameter shared with an earlier block is
+    listed only there."""
+    dtype: str = "bfloat16"
+    """Dtype of the weights on the GPU."""
+    forward_s: float = Field(ge=0)
+    """Seconds of one micro-batch's forward."""
+    backward_s: float = Field(ge=0)
+    """Seconds of one micro-batch's backward without recompute."""
+    forward_flops: float = Field(ge=0)
+    """Of one micro-batch: 2 per multiply-add."""
+    input_bytes: int = Field(ge=0)
+    """Bytes of the block's input for one micro-batch, kept when the block is recomputed."""
+    activation_bytes: int = Field(ge=0)
+    """Bytes kept for backward of one micro-batch when nothing is recomputed, input included."""
+    working_bytes: int = Field(default=0, ge=0)
+    """Largest transient of the block beyond those (logits of the head, for example)."""
+
+    @property
+    def params(self) -> int:
+        return sum(self.tensor_numels)
+
+
+class Profile(Record):
+    """What one micro-batch of a model costs on one machine."""
+
+    schema_name: ClassVar[str] = "superoffload.profile"
+
+    source: Literal["measured", "modelled"]
+    model: str
+    model_fingerprint: str
+    """Hash over names, shapes and dtypes of the parameters; a config refuses another model by it."""
+    micro_batch: int = Field(ge=1)
+    seq_len: int = Field(ge=1)
+    blocks: tuple[BlockProfile, ...]
+    """In forward order."""
+    model_flops: float = Field(ge=0)
+    """6·N·tokens plus causal attention for one micro-batch (no recompute)."""
+    hardware: Hardware
+    buffers_bytes: int = Field(default=0, ge=0)
+    """Buffers and frozen parameters that stay on the GPU."""
+    context: dict[str, str] = Field(default_factory=dict)
+    """Versions, device and method of a measurement; the assumptions of an estimate."""
+
+    @property
+    def params(self) -> int:
+        return sum(b.params for b in self.blocks)
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch * self.seq_len
+
+
+def estimate(
+    model: str | ModelSpec, *, micro_batch: int, seq_len: int, hardware: str | Hardware, dtype: str = "bfloat16"
+) -> Profile:
+    """Estimate a profile from the model's shape: no GPU, no weights, no torch.
+
+    Args:
+        model: A preset's name or a shape.
+        micro_batch: Sequences per micro-batch.
+        seq_len: Tokens per sequence.
+        hardware: A preset's name or a record.
+        dtype: Of weights and gradients: bfloat16, float16 or float32.
+
+    Returns:
+        A profile with `source="modelled"`; `context` says what was assumed.
+
+    Raises:
+        InputError: unknown name or dtype, sizes below 1, more positions than the model has.
+    """
+    shape = spec(model) if isinstance(model, str) else model
+    hw = resolve(hardware)
+    if dtype not in DTYPE_BYTES:
+        raise InputError(f'unknown dtype "{dtype}"', expected="one of " + ", ".join(DTYPE_BYTES))
+    for name, value in (("micro_batch", micro_batch), ("seq_len", seq_len)):
+        if value < 1:
+            raise InputError(f"{name} = {value}", expected="a whole number of at least 1")
+    if shape.learned_positions and seq_len > shape.learned_positions:
+        raise InputError(
+            f"seq_len = {seq_len}",
+            expected=f"at most {shape.learned_positions}, the positions that {shape.name} has learned",
+        )
+    cost = _Cost(shape, micro_batch * seq_len, seq_len, hw, dtype)
+    return Profile(
+        source="modelled",
+        model=shape.name,
+        model_fingerprint=shape.fingerprint(dtype),
+        micro_batch=micro_batch,
+        seq_len=seq_len,
+        blocks=tuple(cost.block(b) for b in shape.blocks()),
+        model_flops=shape.training_flops(micro_batch * seq_len, seq_len),
+        hardware=hw,
+        context={
+            "method": "analytic: FLOPs and bytes of eager PyTorch with sdpa; constants fitted to H200 measurements "
+            "of a 3.14B and an 8B Llama, met within 2.5 %",
+            "rate": f"weight products reach {MATMUL_SHARE:.0%} of {hw.gpu.matmul_bf16_tflops:g} TFLOP/s x "
+            f"{cost.dtype_rate:.3g} ({dtype}), half of it at {HALF_RATE_TOKENS} tokens; attention "
+            f"{ATTENTION_SHARE:.0%} of that; the rest moves its bytes at {hw.gpu.hbm_gb_per_s:g} GB/s, in "
+            f"backward {BACKWARD_TRAFFIC} times those of forward",
+            "dtype": dtype,
+            "spec": shape.to_json(indent=None),
+        },
+    )
+
+
+def rescale(profile: Profile, *, micro_batch: int | None = None, seq_len: int | None = None) -> Profile:
+    """Return the profile for another micro-batch or sequence length.
+
+    An estimate is made anew. A measured profile is scaled in proportion to its tokens, which is right for another
+    micro-batch on a busy GPU and ignores that attention grows faster with the sequence; `context["rescaled"]` says so.
+    """
+    b, s = micro_batch or profile.micro_batch, seq_len or profile.seq_len
+    if (b, s) == (profile.micro_batch, profile.seq_len):
+        return profile
+    if "spec" in profile.context:
+        shape = ModelSpec.from_json(profile.context["spec"])
+        dtype = profile.context.get("dtype", "bfloat16")
+        return estimate(shape, micro_batch=b, seq_len=s, hardware=profile.hardware, dtype=dtype)
+    f = b * s / profile.tokens
+    blocks = tuple(
+        x.model_copy(
+            update={
+                "forward_s": x.forward_s * f,
+                "backward_s": x.backward_s * f,
+                "forward_flops": x.forward_flops * f,
+                "input_bytes": round(x.input_bytes * f),
+                "activation_bytes": round(x.activation_bytes * f),
+                "working_bytes": round(x.working_bytes * f),
+            }
+        )
+        for x in profile.blocks
+    )
+    note = f"times and activations in proportion to tokens, from {profile.micro_batch} x {profile.seq_len}"
+    return profile.replace(
+        micro_batch=b,
+        seq_len=s,
+        blocks=blocks,
+        model_flops=profile.model_flops * f,
+        context={**profile.context, "rescaled": note},
+    )
+
+
+def retarget(profile: Profile, hardware: str | Hardware) -> Profile:
+    """Return the profile on another machine.
+
+    An estimate is made anew. A measured profile becomes a modelled one: its seconds are scaled by the machines'
+    `matmul_bf16_tflops`, which is right for blocks that are busy with products; `context["retargeted"]` says so.
+    """
+    hw = resolve(hardware)
+    if hw == profile.hardware:
+        return profile
+    if "spec" in profile.context:
+        shape = ModelSpec.from_json(profile.context["spec"])
+        dtype = profile.context.get("dtype", "bfloat16")
+        return estimate(shape, micro_batch=profile.micro_batch, seq_len=profile.seq_len, hardware=hw, dtype=dtype)
+    f = profile.hardware.gpu.matmul_bf16_tflops / hw.gpu.matmul_bf16_tflops
+    blocks = tuple(
+        b.model_copy(update={"forward_s": b.forward_s * f, "backward_s": b.backward_s * f}) for b in profile.blocks
+    )
+    note = f"seconds measured on {profile.hardware.name}, times {f:.3g} by the rates of a large matrix product"
+    context = {**profile.context, "retargeted": note}
+    return profile.replace(source="modelled", hardware=hw, blocks=blocks, context=context)
+
+
+class _Cost:
+    """Seconds and bytes of one micro-batch's blocks."""
+
+    def __init__(self, shape: ModelSpec, tokens: int, seq_len: int, hw: Hardware, dtype: str):
+        self.shape, self.tokens, self.seq_len, self.dtype = shape, tokens, seq_len, dtype
+        self.item = DTYPE_BYTES[dtype]
+        # A CPU has no tensor cores to lose, so float32 costs it what bf16 costs.
+        self.dtype_rate = FP32_RATE if dtype == "float32" and hw.gpu.peak_bf16_tflops else 1.0
+        self.rate = hw.gpu.matmul_bf16_tflops * TERA * MATMUL_SHARE * self.dtype_rate
+        self.hbm = hw.gpu.hbm_gb_per_s * GB
+        self.products = (tokens + HALF_RATE_TOKENS) / tokens / self.rate
+        """Seconds per FLOP of a weight product."""
+
+    def block(self, b: BlockShape) -> BlockProfile:
+        s, t = self.shape, self.tokens
+        row = t * s.hidden * self.item
+        if b.kind == "embedding":
+            table = sum(b.numels) * self.item
+            times, flops = (2 * row / self.hbm, (2 * table + 2 * row) / self.hbm), 0.0
+            kept, working, entry = 8 * t, 0, 8 * t
+        elif b.kind == "layer":
+            times, flops = self._layer()
+            kept, working, entry = t * self.item * self._kept_per_token(), 0, row
+        else:
+            flops, logits = s.head_flops(t), t * s.vocab
+            loss = [n * logits / self.hbm for n in LOSS_BYTES_PER_LOGIT]
+            times = (flops * self.products + loss[0], 2 * flops * self.products + loss[1])
+            kept, entry = 4 * row, row
+            working = logits * (LOGIT_BYTES if self.item == 2 else 12)
+        return BlockProfile(
+            name=b.name, kind=b.kind, tensor_numels=b.numels, dtype=self.dtype, forward_s=times[0],
+            backward_s=times[1], forward_flops=flops, input_bytes=entry, activation_bytes=kept, working_bytes=working,
+        )  # fmt: skip
+
+    def _layer(self) -> tuple[tuple[float, float], float]:
+        s, t = self.shape, self.tokens
+        products, attention = s.layer_matmul_flops(t), s.layer_attention_flops(t, self.seq_len)
+        seconds_attention = attention / (self.rate * ATTENTION_SHARE)
+        traffic = t * self._traffic_per_token() * (self.item / 2) / self.hbm
+        forward = products * self.products + seconds_attention + traffic
+        backward = 2 * products * self.products + ATTENTION_BACKWARD * seconds_attention + BACKWARD_TRAFFIC * traffic
+        return (forward, backward), products + attention
+
+    def _traffic_per_token(self) -> int:
+        """Bytes per token that a 16-bit layer's forward moves outside products and attention, kernel by kernel."""
+        s = self.shape
+        norm = 4 if s.norm_bias else 32  # one fused LayerNorm kernel; RMSNorm in six, through float32
+        rotary = 0 if s.family == "gpt2" else 20 * (s.q_dim + s.kv_dim)
+        heads = 32 * (s.q_dim + s.kv_dim) if s.qk_norm else 0
+        width = s.mlp * max(1, s.experts_per_token)
+        gather = 12 * s.hidden * s.experts_per_token  # tokens are sorted by expert and added back
+        return 2 * norm * s.hidden + 12 * s.hidden + rotary + heads + (10 if s.gated_mlp else 4) * width + gather
+
+    def _kept_per_token(self) -> int:
+        """Elements of weight dtype per token that a layer keeps for backward; the 3.14B Llama's measured 22.4·hidden
+        are 22.7 here."""
+        s = self.shape
+        norms = 4 * s.hidden if s.norm_bias else (8 if self.item == 2 else 6) * s.hidden
+        attention = 2 * s.q_dim + 2 * s.kv_dim + (4 * (s.q_dim + s.kv_dim) if s.qk_norm else 0)
+        width = s.mlp * max(1, s.experts_per_token)
+        return norms + attention + (4 if s.gated_mlp else 2) * width + 2 * s.hidden * s.experts_per_token

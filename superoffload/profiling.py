@@ -1,0 +1,435 @@
+"""The measured profile: seconds, FLOPs and bytes of every block of a real model, on the device where it lives.
+
+One micro-batch is run forward and backward a few times. Marks are set where the work passes from one block to the next
+(a block's first forward, the arrival of a gradient at its output), so the blocks' times add up to the whole, with
+nothing between them unaccounted. One extra pass counts FLOPs, kept tensors and transients. Afterwards the model is
+bit for bit what it was: weights, gradients, buffers, random state, modes (`_untouched`), also after an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import statistics
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from superoffload.config import ModelRef
+from superoffload.engine.blocks import Block, find_blocks
+from superoffload.errors import DoesNotFit, InputError
+from superoffload.hardware import Hardware
+from superoffload.model import from_transformers
+from superoffload.model_source import fingerprint, load, reference
+from superoffload.profiler import BlockProfile, Profile
+from superoffload.profiling_state import Clock, untouched
+from superoffload.units import format_bytes
+
+Phase = Literal["forward", "backward"]
+Batch = Mapping[str, Tensor] | Tensor
+
+
+def profile(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    hardware: Hardware | None = None,
+    repeats: int = 3,
+    blocks: Sequence[str] | None = None,
+    name: str | None = None,
+) -> Profile:
+    """Measure one micro-batch of `model` block by block.
+
+    Args:
+        model: on the device and in the dtype in which it will train. It is run in training mode, without activation
+            checkpointing, and left bit-identical, also after an exception.
+        batch: keyword arguments of one forward, or the one positional tensor; first dimension sequences, second
+            tokens. Where a Hugging Face model gets no `labels`, `input_ids` serve as labels.
+        hardware: what to plan for; omitted, this machine is probed (cached).
+        repeats: timed passes after the warm-up; the median of each block counts.
+        blocks: module names of the layers, as in `find_blocks`.
+        name: name written into the profile; omitted, the model's own.
+
+    Raises:
+        InputError: nothing trainable, an empty batch, or an output no gradient can be taken of.
+        DoesNotFit: the device ran out of memory with this micro-batch.
+    """
+    if repeats < 1:
+        raise InputError(f"repeats = {repeats}", expected="at least 1")
+    parts = find_blocks(model, blocks)
+    if not any(b.parameters for b in parts):
+        raise InputError("the model has no trainable parameter", remedy="Set requires_grad on what shall train")
+    device = next(p.device for b in parts for _, p in b.parameters)
+    args, kwargs = _inputs(model, batch, device)
+    micro_batch, seq_len = _shape(args, kwargs)
+    if hardware is None:
+        from superoffload.hardware import probe
+
+        hardware = probe()
+    runner = _Runner(model, parts, args, kwargs, device)
+    try:
+        with untouched(model, device):
+            runner.timed()  # warm-up: allocations, library handles, autotuning
+            counted = runner.counted()
+            passes = [runner.timed() for _ in range(repeats)]
+    except torch.OutOfMemoryError:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise DoesNotFit(
+            f"{micro_batch} x {seq_len} tokens do not fit on {device} when every activation is kept",
+            remedy="Profile with a smaller micro-batch or shorter sequences, or use so.estimate()",
+        ) from None
+    seconds = {
+        (phase, i): statistics.median(p[phase, i] for p in passes)
+        for phase in ("forward", "backward")
+        for i in range(len(parts))
+    }
+    first_dtype = next(p.dtype for b in parts for _, p in b.parameters)
+    profiles = tuple(
+        BlockProfile(
+            name=b.name,
+            kind=b.kind,
+            tensor_numels=tuple(p.numel() for _, p in b.parameters),
+            dtype=str(b.parameters[0][1].dtype if b.parameters else first_dtype).removeprefix("torch."),
+            forward_s=seconds["forward", i],
+            backward_s=seconds["backward", i],
+            forward_flops=counted.flops[i],
+            input_bytes=counted.input_bytes[i],
+            activation_bytes=counted.kept_bytes[i],
+            working_bytes=counted.working_bytes[i],
+        )
+        for i, b in enumerate(parts)
+    )
+    return Profile(
+        source="measured",
+        model=name or model_name(model),
+        model_fingerprint=fingerprint(model),
+        micro_batch=micro_batch,
+        seq_len=seq_len,
+        blocks=profiles,
+        model_flops=_model_flops(model, profiles, micro_batch, seq_len),
+        hardware=hardware,
+        buffers_bytes=_resident_bytes(model),
+        context={
+            "method": f"median of {repeats} passes after a warm-up, marks at block boundaries",
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU",
+            "torch": torch.__version__,
+            "threads": str(torch.get_num_threads()),
+            "autocast": str(torch.is_autocast_enabled(device.type)),
+            "kept": format_bytes(sum(counted.kept_bytes)),
+        },
+    )
+
+
+def profile_source(
+    source: str,
+    *,
+    micro_batch: int,
+    seq_len: int,
+    hardware: Hardware | None = None,
+    dtype: str | None = None,
+    gguf_file: str | None = None,
+) -> Profile:
+    """Load a model by name (see `model_source.load`) onto this machine's GPU, or its CPU, and profile random tokens.
+
+    Args:
+        source: preset, Hugging Face id or folder.
+        dtype: name of the weights' dtype, bfloat16 if omitted.
+        gguf_file: name of the GGUF file in the folder, where it holds several.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ref: ModelRef | str = source
+    if gguf_file is not None:
+        ref = ModelRef(name=source, fingerprint="", parameters=0, source=source, gguf_file=gguf_file)
+    model, words = load(ref, dtype or "bfloat16", device)
+    ids = torch.randint(len(words), (micro_batch, seq_len), generator=torch.Generator().manual_seed(0))
+    return profile(model, ids, hardware=hardware, name=reference(source, model).name)
+
+
+def model_name(model: nn.Module) -> str:
+    """Name of a model as people know it: the configuration's, else the class."""
+    config = getattr(model, "config", None)
+    return str(getattr(config, "_name_or_path", "") or type(model).__name__)
+
+
+@dataclass
+class _Counts:
+    """What the counting pass found, one entry per block."""
+
+    flops: list[float]
+    input_bytes: list[int]
+    kept_bytes: list[int]
+    working_bytes: list[int]
+
+
+@dataclass
+class _Marks:
+    """Where the work passed from block to block in one pass."""
+
+    clock: Clock
+    phase: Phase = "forward"
+    block: int = 0
+    entries: list[tuple[Phase, int, Any]] = field(default_factory=list)
+    entered: set[int] = field(default_factory=set)
+    """Blocks whose forward has begun, to tell a block's first module from its further ones."""
+
+    def to(self, block: int, phase: Phase | None = None) -> None:
+        """From here on `block` is at work."""
+        self.phase, self.block = phase or self.phase, block
+        if not self.entries or (self.phase, block) != self.entries[-1][:2]:
+            self.entries.append((self.phase, block, self.clock.now()))
+
+    def seconds(self, end: Any, n: int) -> dict[tuple[Phase, int], float]:
+        """Sum the spans between marks by phase and block."""
+        total: dict[tuple[Phase, int], float] = {(p, i): 0.0 for p in ("forward", "backward") for i in range(n)}
+        stops = [*(stamp for _, _, stamp in self.entries[1:]), end]
+        for (phase, block, start), stop in zip(self.entries, stops, strict=True):
+            total[phase, block] += self.clock.seconds(start, stop)
+        return total
+
+
+class _Runner:
+    """Runs forward and backward with marks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: list[Block],
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+    ) -> None:
+        self.model, self.blocks, self.args, self.kwargs = model, blocks, args, kwargs
+        self.device = device
+
+    def timed(self) -> dict[tuple[Phase, int], float]:
+        """One pass: seconds by phase and block."""
+        marks = _Marks(Clock(self.device))
+        with self._hooked(marks):
+            end = self._pass(marks)
+        return marks.seconds(end, len(self.blocks))
+
+    def counted(self) -> _Counts:
+        """One untimed pass that counts FLOPs, kept tensors and transients."""
+        counter = _Counter(self.model, len(self.blocks), self.device)
+        with self._hooked(counter), FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as flops, counter.watch:
+            counter.read_flops = flops.get_total_flops
+            with saved_tensors_hooks(counter.keep, lambda t: t):
+                loss = self._forward(counter)
+            self._backward(counter, loss)
+            counter.close()
+        return _Counts(counter.flops, counter.input_bytes, counter.kept_bytes, counter.working_bytes)
+
+    def _pass(self, marks: _Marks) -> Any:
+        loss = self._forward(marks)
+        self._backward(marks, loss)
+        end = marks.clock.now()
+        marks.clock.synchronize()
+        return end
+
+    def _forward(self, marks: _Marks) -> Tensor:
+        marks.to(0)
+        return _loss(self.model(*self.args, **self.kwargs))
+
+    def _backward(self, marks: _Marks, loss: Tensor) -> None:
+        marks.to(len(self.blocks) - 1, "backward")
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def _hooked(self, marks: _Marks) -> Iterator[None]:
+        handles: list[Any] = []
+        owned = {id(m) for b in self.blocks for m in b.modules}
+        for i, block in enumerate(self.blocks):
+            for module in block.modules:
+                surrounds = any(id(m) in owned and m is not module for m in module.modules())
+                handles.append(module.register_forward_pre_hook(self._entry(marks, i), with_kwargs=True))
+                if not surrounds:  # its output's gradient comes before those of the blocks inside it
+                    handles.append(module.register_forward_hook(self._exit(marks, i, handles)))
+            for _, p in block.parameters:
+                handles.append(p.register_post_accumulate_grad_hook(_drop))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @staticmethod
+    def _entry(marks: _Marks, block: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if marks.phase == "forward":
+                marks.to(block)
+                if isinstance(marks, _Counter) and block not in marks.entered:
+                    marks.count_input(block, tree_leaves((args, kwargs)))
+                marks.entered.add(block)
+
+        return hook
+
+    @staticmethod
+    def _exit(marks: _Marks, block: int, handles: list[Any]) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if marks.phase == "forward":
+                for t in tree_leaves(output):
+                    if isinstance(t, Tensor) and t.requires_grad:
+                        handles.append(t.register_hook(lambda grad: marks.to(block)))  # type: ignore[no-untyped-call]
+
+        return hook
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None  # as in training, where the engine takes each gradient as it arrives
+
+
+def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Scores and weighted sum of every query with every key: q [batch, heads, queries, dim], v [.., keys, dim]."""
+    batch, heads, queries, width = q
+    return int(2 * batch * heads * queries * k[-2] * (width + v[-1]))
+
+
+_MORE_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+"""What FlopCounterMode does not know: attention on a CPU."""
+
+
+class _Counter(_Marks):
+    """Marks that also book FLOPs and bytes on the block at work."""
+
+    def __init__(self, model: nn.Module, n: int, device: torch.device) -> None:
+        super().__init__(Clock(device))
+        self.flops: list[float] = [0.0] * n
+        self.input_bytes, self.kept_bytes, self.working_bytes = [0] * n, [0] * n, [0] * n
+        self.watch = _Watch(model)
+        self.read_flops: Any = lambda: 0
+        self._seen_flops = 0
+        self._weights = {_key(t) for t in (*model.parameters(), *model.buffers()) if t.numel()}
+        self._kept: dict[int, torch.UntypedStorage] = {}  # storages held, so that no address is used twice
+        self._live = 0
+
+    def to(self, block: int, phase: Phase | None = None) -> None:
+        self._book()
+        super().to(block, phase)
+
+    def close(self) -> None:
+        self._book()
+        self._kept.clear()
+
+    def _book(self) -> None:
+        total = int(self.read_flops())
+        peak, live = self.watch.reset()
+        if self.phase == "forward":
+            self.flops[self.block] += total - self._seen_flops
+            transient = peak - live
+        else:
+            transient = peak - self._live
+        if self.entries:
+            self.working_bytes[self.block] = max(self.working_bytes[self.block], transient)
+        self._seen_flops, self._live = total, live
+
+    def count_input(self, block: int, leaves: list[Any]) -> None:
+        """The block's input: tensors that carry gradients, or the first tensor where none does (token ids)."""
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        carried = list({_key(t): t for t in tensors if t.requires_grad}.values()) or tensors[:1]
+        self.input_bytes[block] = sum(t.numel() * t.element_size() for t in carried)
+        for t in carried:
+            self.keep(t)
+
+    def keep(self, t: Tensor) -> Tensor:
+        """Count the storage behind a saved tensor once, weights and buffers never."""
+        if t.numel() and t.device.type != "meta":
+            key, storage = _key(t), t.untyped_storage()
+            if key not in self._weights and key not in self._kept:
+                self._kept[key] = storage
+                self.kept_bytes[self.block] += storage.nbytes()
+        return t
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the bytes of live tensors and their peak, on any device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._known: Any = WeakIdKeyDictionary()
+        for t in (*model.parameters(), *model.buffers()):
+            self._known[t.untyped_storage()] = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                storage = t.untyped_storage()
+                if storage not in self._known:
+                    self._known[storage] = True
+                    n = storage.nbytes()
+                    self.live += n
+                    weakref.finalize(storage, self._gone, n)
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _gone(self, n: int) -> None:
+        self.live -= n
+
+    def reset(self) -> tuple[int, int]:
+        """Peak since the last call, and bytes live now."""
+        result = self.peak, self.live
+        self.peak = self.live
+        return result
+
+
+def _key(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+def _inputs(model: nn.Module, batch: Batch, device: torch.device) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Arguments of one forward on the model's device; labels are added where the model can make its own loss."""
+    is_hf = hasattr(model, "config") and hasattr(model, "save_pretrained")
+    if isinstance(batch, Tensor):
+        moved = batch.to(device)
+        return ((), {"input_ids": moved, "labels": moved}) if is_hf else ((moved,), {})
+    kwargs: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in dict(batch).items()}
+    if is_hf and "labels" not in kwargs and "input_ids" in kwargs:
+        kwargs["labels"] = kwargs["input_ids"]
+    return (), kwargs
+
+
+def _shape(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    tensors = [t for t in (*args, kwargs.get("input_ids"), *kwargs.values()) if isinstance(t, Tensor)]
+    if not tensors or tensors[0].ndim == 0 or tensors[0].numel() == 0:
+        raise InputError("the batch holds no data", expected="a tensor of token ids [sequences, tokens], or a mapping")
+    first = tensors[0]
+    per_token = first.ndim >= 3 or (first.ndim == 2 and not first.is_floating_point())
+    return int(first.shape[0]), int(first.shape[1]) if per_token else 1
+
+
+def _loss(output: Any) -> Tensor:
+    """The model's own loss, else the mean square of its first floating output."""
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        if not tensors:
+            raise InputError(
+                "the model's output carries no gradient", expected="a loss, or a tensor that depends on it"
+            )
+        loss = tensors[0] if tensors[0].ndim == 0 else tensors[0].float().square().mean()
+    return loss
+
+
+def _resident_bytes(model: nn.Module) -> int:
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    return sum(t.numel() * t.element_size() for t in (*frozen, *model.buffers()))
+
+
+def _model_flops(model: nn.Module, blocks: Sequence[BlockProfile], micro_batch: int, seq_len: int) -> float:
+    """6·N·tokens plus causal attention where the layout is known, else three times the forward's own FLOPs."""
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "to_dict"):
+        with contextlib.suppress(InputError):
+            return from_transformers(config.to_dict()).training_flops(micro_batch * seq_len, seq_len)
+    return 3.0 * sum(b.forward_flops for b in blocks)

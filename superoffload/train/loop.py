@@ -1,0 +1,260 @@
+"""The full training run of a tuned config: what ``superoffload train`` does."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from superoffload import model_source
+from superoffload.config import TrainingConfig, TunedConfig
+from superoffload.engine import OffloadAdamW
+from superoffload.errors import InputError
+from superoffload.train import checkpoint
+from superoffload.train.data import TokenBlocks, load_blocks, locate
+from superoffload.train.logging import METRICS, RunLog
+
+CONFIG = "tuned.json"
+
+
+def train(
+    config: TunedConfig | str | Path,
+    data: str | Path,
+    steps: int | None = None,
+    out: str | Path = "run",
+    resume: str | Path | None = None,
+    *,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Train the model of `config` with its plan on `data`.
+
+    Args:
+        config: the tuned config, or its file.
+        data: see `superoffload.train.data`.
+        steps: optimizer steps of the whole run, instead of the config's.
+        out: folder of the run: metrics.jsonl, status.json, tuned.json, checkpoints.
+        resume: a run's folder (or one checkpoint): continue it bit for bit, under this config's plan. `out` may be the
+            same folder.
+        progress: draw a progress bar on stderr.
+
+    Returns:
+        state (``finished``, or ``interrupted`` after Ctrl-C), step, first and last loss, tokens_per_s (median), out,
+        checkpoint.
+
+    Raises:
+        InputError: bad data, another model than the config's, a folder that already holds a run.
+    """
+    cfg = config if isinstance(config, TunedConfig) else TunedConfig.load(config)
+    total = cfg.training.steps if steps is None else steps
+    if total < 1:
+        raise InputError(f"steps = {total}", expected="at least 1")
+    locate(data)  # a missing file is said at once, before anything is loaded
+    folder = Path(out)
+    start_from = checkpoint.latest_checkpoint(Path(resume)) if resume is not None else None
+    state = checkpoint.read_state(start_from) if start_from else {}
+    if int(state.get("step", 0)) >= total:
+        raise InputError(f"the run is already at step {state['step']}", expected=f"more steps than that, not {total}")
+    if start_from is None and (folder / METRICS).exists():
+        raise InputError(
+            f"{folder} already holds a run", remedy=f"Give another --out, or continue it with --resume {folder}"
+        )
+    run = _Run(cfg, data, total, folder, start_from, state, progress)
+    return run.go()
+
+
+def learning_rate_factor(training: TrainingConfig, total: int, step: int) -> float:
+    """Factor on the learning rate of optimizer step `step` (0 is the first) of `total`.
+
+    Linear warm-up, then constant, or down to zero at `total` linearly or along half a cosine.
+    """
+    if step < training.warmup_steps:
+        return (step + 1) / training.warmup_steps
+    if training.schedule == "constant":
+        return 1.0
+    done = (step - training.warmup_steps) / max(1, total - training.warmup_steps)
+    return 1.0 - done if training.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+class _Run:
+    """One run from loading to the last checkpoint."""
+
+    def __init__(
+        self,
+        cfg: TunedConfig,
+        data: str | Path,
+        total: int,
+        folder: Path,
+        start_from: Path | None,
+        state: dict[str, Any],
+        progress: bool,
+    ) -> None:
+        self.cfg, self.data, self.total, self.folder = cfg, str(data), total, folder
+        self.start_from, self.state = start_from, state
+        self.step = int(state.get("step", 0))
+        self.position = int(state.get("position", 0))
+        self.tokens = int(state.get("tokens", 0))
+        self.progress = progress
+        self.losses: list[float] = []
+        self.speeds: list[float] = []
+        self.saved: Path | None = None
+        self._pending: dict[str, Any] | None = None
+
+    def go(self) -> dict[str, Any]:
+        """Load, train, save. A failure is written into status.json before it is raised."""
+        cfg, plan = self.cfg, self.cfg.plan
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(cfg.training.seed)
+        model, tokenizer = model_source.load(cfg.model, cfg.training.dtype, device, seed=cfg.training.seed)
+        cfg.check_model(model_source.fingerprint(model), cfg.model.source)
+        blocks = load_blocks(
+            self.data, tokenizer, plan.seq_len, seed=cfg.training.seed, vocab_size=_vocabulary(model, tokenizer)
+        )
+        if self.start_from is not None:
+            checkpoint.load_weights(model, self.start_from)
+        model_source.recompute_activations(model, plan.activations == "full")
+        with OffloadAdamW.from_config(model, cfg) as opt:
+            schedule = torch.optim.lr_scheduler.LambdaLR(
+                opt, lambda step: learning_rate_factor(cfg.training, self.total, step)
+            )
+            if self.start_from is not None:
+                self._restore(opt, schedule)
+            log = RunLog(self.folder, steps=self.total, resume_at=self.step, progress=self.progress)
+            cfg.save(self.folder / CONFIG)
+            try:
+                return self._loop(model, tokenizer, opt, schedule, blocks, log)
+            except BaseException as e:
+                stopped = isinstance(e, KeyboardInterrupt)
+                log.set(state="interrupted" if stopped else "failed", error=f"{type(e).__name__}: {e}")
+                raise
+            finally:
+                log.close()
+
+    def _restore(self, opt: Any, schedule: Any) -> None:
+        if self.start_from is None:
+            return
+        opt.load(self.start_from / checkpoint.OPTIMIZER)
+        schedule.last_epoch = self.step
+        rates = [base * learning_rate_factor(self.cfg.training, self.total, self.step) for base in schedule.base_lrs]
+        schedule._last_lr = rates
+        for group, rate in zip(opt.param_groups, rates, strict=True):
+            group["lr"] = rate
+        checkpoint.restore_random(self.state.get("random", {}))
+
+    def _loop(
+        self, model: Any, tokenizer: Any, opt: Any, schedule: Any, blocks: TokenBlocks, log: RunLog
+    ) -> dict[str, Any]:
+        plan, training = self.cfg.plan, self.cfg.training
+        device = next(model.parameters()).device
+        log.set(state="running", data=blocks.name, blocks=len(blocks), model=self.cfg.model.name)
+        with _stop_flag(log) as stop:
+            begun = time.perf_counter()
+            while self.step < self.total and not stop.is_set():
+                rate = opt.param_groups[0]["lr"]
+                loss = torch.zeros((), device=device)
+                for _ in range(plan.accumulation):  # from_config told the optimizer how many belong to a step
+                    ids = blocks.batch(self.position, plan.micro_batch).to(device, non_blocking=True)
+                    self.position += plan.micro_batch
+                    part = model(input_ids=ids, labels=ids).loss / plan.accumulation
+                    part.backward()
+                    loss += part.detach()
+                self._flush(opt, log)  # the last step is certainly over now, and nothing had to wait for it
+                opt.step()
+                schedule.step()
+                opt.zero_grad()
+                self.step += 1
+                self.tokens += plan.tokens_per_step
+                now = time.perf_counter()
+                self._pending = {"step": self.step, "loss": loss, "lr": rate, "step_s": now - begun}
+                begun = now
+                if training.save_every and self.step % training.save_every == 0 and self.step < self.total:
+                    self._save(model, tokenizer, opt, schedule, log)
+                    begun = time.perf_counter()  # saving is not training time
+            opt.synchronize()
+            self._flush(opt, log)
+            self._save(model, tokenizer, opt, schedule, log)
+        state = "finished" if self.step >= self.total else "interrupted"
+        log.set(state=state, checkpoint=str(self.saved))
+        if state == "interrupted":
+            log.note(f"stopped after step {self.step}; continue with --resume {self.folder}")
+        return {
+            "state": state,
+            "step": self.step,
+            "first_loss": self.losses[0] if self.losses else None,
+            "last_loss": self.losses[-1] if self.losses else None,
+            "tokens_per_s": sorted(self.speeds)[len(self.speeds) // 2] if self.speeds else None,
+            "out": str(self.folder),
+            "checkpoint": str(self.saved),
+        }
+
+    def _flush(self, opt: Any, log: RunLog) -> None:
+        """Write the row of the last step: its loss and verdict are read one step late, so that nothing waits."""
+        if self._pending is None:
+            return
+        row, self._pending = self._pending, None
+        loss = float(row["loss"])
+        tokens = self.cfg.plan.tokens_per_step
+        stats = opt.stats
+        self.losses.append(loss)
+        self.speeds.append(tokens / row["step_s"])
+        if row["step"] % self.cfg.training.log_every and row["step"] != self.total:
+            return
+        log.step(
+            {
+                "step": row["step"],
+                "loss": loss,
+                "lr": row["lr"],
+                "grad_norm": None if stats.grad_norm is None else float(stats.grad_norm),
+                "verdict": stats.verdict,
+                "tokens_per_s": tokens / row["step_s"],
+                "step_s": row["step_s"],
+                "tokens": int(self.state.get("tokens", 0)) + tokens * len(self.losses),
+            }
+        )
+
+    def _save(self, model: Any, tokenizer: Any, opt: Any, schedule: Any, log: RunLog) -> None:
+        opt.synchronize()
+        self._flush(opt, log)
+        state = {
+            "position": self.position,
+            "tokens": self.tokens,
+            "steps": self.total,
+            "data": self.data,
+            "model_fingerprint": self.cfg.model.fingerprint,
+            "learning_rates": [group["lr"] for group in opt.param_groups],
+        }
+        self.saved = checkpoint.save_checkpoint(self.folder, self.step, model, tokenizer, opt, state)
+        log.set(checkpoint=str(self.saved))
+
+
+def _vocabulary(model: Any, tokenizer: Any) -> int:
+    return int(getattr(model.config.get_text_config(), "vocab_size", 0) or len(tokenizer))
+
+
+@contextlib.contextmanager
+def _stop_flag(log: RunLog) -> Iterator[threading.Event]:
+    """An event that Ctrl-C or SIGTERM sets: the step in progress is finished and saved. A second one stops at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        log.note("stopping after this step (once more to stop at once, without saving)")
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -1,0 +1,91 @@
+"""A small real transformer, its data, and a training loop that serves torch's optimizer and ours alike."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from superoffload.engine import OffloadAdamW
+
+VOCAB = 384
+
+
+def llama(dtype: torch.dtype = torch.float32, *, device: str = "cpu", tied: bool = False, layers: int = 3, seed: int = 0) -> nn.Module:  # fmt: skip  # noqa: E501
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=layers, intermediate_size=144, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB, tie_word_embeddings=tied, use_cache=False, max_position_embeddings=64,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(device=device, dtype=dtype).train()
+
+
+def batches(n: int, *, device: str = "cpu", size: int = 2, seq: int = 24, seed: int = 1) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (size, seq), generator=g).to(device) for _ in range(n)]
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    data: list[torch.Tensor],
+    *,
+    accumulation: int = 1,
+    clip: float | None = None,
+    scheduler: Any = None,
+    hint: bool = True,
+    before_step: Callable[[int], None] | None = None,
+) -> list[float]:
+    """Train over `data`; returns the loss of each step. `clip` is for torch's optimizer, ours has its own."""
+    losses = []
+    for i in range(len(data) // accumulation):
+        total = 0.0
+        for k in range(accumulation):
+            x = data[i * accumulation + k]
+            last = k == accumulation - 1
+            quiet = hint and not last and isinstance(optimizer, OffloadAdamW)
+            with optimizer.no_sync() if quiet else contextlib.nullcontext():
+                loss = model(input_ids=x, labels=x).loss / accumulation
+                loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        if before_step is not None:
+            before_step(i)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    return losses
+
+
+def digest(model: nn.Module, optimizer: OffloadAdamW) -> str:
+    """Hash of weights, masters, moments and step counts: equal digests mean equal bits."""
+    optimizer.synchronize()
+    engine, h = optimizer.engine, hashlib.sha256()
+    for p in engine.params:
+        h.update(p.name.encode() + int(engine.steps[p.index]).to_bytes(8, "little"))
+        h.update(p.param.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            h.update(engine.gather(p, kind).contiguous().view(torch.uint8).numpy().tobytes())
+    return h.hexdigest()
+
+
+def run_plan(dtype: torch.dtype, data: list[torch.Tensor], *, device: str = "cpu", delay_us: int = 0, accumulation: int = 1, hint: bool = True, lr: float = 1e-3, model: Callable[..., nn.Module] = llama, **kwargs: Any) -> tuple[str, list[float]]:  # fmt: skip  # noqa: E501
+    """Train a fresh model under a plan; returns (digest, losses)."""
+    m = model(dtype, device=device)
+    with OffloadAdamW(m, lr=lr, weight_decay=0.1, max_grad_norm=1.0, **kwargs) as opt:
+        opt.engine.worker.set_delay_us(delay_us)
+        with warnings.catch_warnings():
+            if not hint:
+                warnings.simplefilter("ignore", UserWarning)
+            losses = train(m, opt, data, accumulation=accumulation, hint=hint)
+        return digest(m, opt), losses

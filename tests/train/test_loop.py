@@ -1,0 +1,241 @@
+"""The full run: it learns, writes what it says, stops cleanly, and resumes bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors")
+transformers = pytest.importorskip("transformers")
+
+from superoffload import model as shapes  # noqa: E402
+from superoffload import model_source as ms  # noqa: E402
+from superoffload.config import HardwareRef, OptimizerConfig, TrainingConfig, TunedConfig  # noqa: E402
+from superoffload.errors import InputError  # noqa: E402
+from superoffload.plan import Plan  # noqa: E402
+from superoffload.train import checkpoint, train  # noqa: E402
+from superoffload.train import logging as run_logging  # noqa: E402
+from superoffload.train.loop import learning_rate_factor  # noqa: E402
+
+TINY = shapes.ModelSpec(
+    name="tiny", layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=64, vocab=300, tied=True
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with random weights in a folder, and a tokenizer of single letters."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(ms.transformers_config(TINY)).save_pretrained(folder)
+    letters = {c: i for i, c in enumerate("abcdefghijklmnopqrstuvwxyz \n?")}
+    words = Tokenizer(models.WordLevel(letters, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(".|\n"), "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    return path
+
+
+def config(source: Path, dtype: str = "bfloat16", plan: dict[str, Any] | None = None, **training: Any) -> TunedConfig:
+    model, _ = ms.load(str(source), dtype)
+    fields = {"micro_batch": 2, "seq_len": 16, "bucket_mb": 0.05, "adam_threads": 1, "accumulation": 2, **(plan or {})}
+    return TunedConfig(
+        model=ms.reference(str(source), model),
+        hardware=HardwareRef(name="here", source="probed"),
+        plan=Plan.from_dict(fields),
+        optimizer=OptimizerConfig(lr=5e-3, max_grad_norm=1.0),
+        training=TrainingConfig.from_dict({"dtype": dtype, "schedule": "cosine", "warmup_steps": 2, **training}),
+    )
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def status(run: Path) -> dict[str, Any]:
+    return json.loads((run / "status.json").read_text())
+
+
+def saved(run: Path) -> dict[str, Any]:
+    """Every tensor's bits and the metadata of the newest checkpoint (the file's own bytes differ: it orders its
+    metadata at random)."""
+    folder = checkpoint.latest_checkpoint(run)
+    found: dict[str, Any] = {}
+    for name in (checkpoint.MODEL, checkpoint.OPTIMIZER):
+        with safetensors.safe_open(folder / name, framework="pt") as f:
+            found[name] = f.metadata()
+            found |= {f"{name}/{k}": f.get_tensor(k).view(torch.uint8).numpy().tobytes() for k in f.keys()}  # noqa: SIM118
+    return found
+
+
+KEYS = {"step", "loss", "lr", "grad_norm", "verdict", "tokens_per_s", "step_s", "tokens"}
+
+
+def test_a_run_learns_and_writes_what_it_did(source: Path, text: Path, tmp_path: Path) -> None:
+    cfg = config(source)
+    state = torch.is_grad_enabled(), torch.get_default_dtype()
+    result = train(cfg, text, steps=40, out=tmp_path / "run", progress=False)
+    assert (torch.is_grad_enabled(), torch.get_default_dtype()) == state
+    run = rows(tmp_path / "run")
+    assert [r["step"] for r in run] == list(range(1, 41))
+    assert all(set(r) == KEYS for r in run)
+    assert result["state"] == status(tmp_path / "run")["state"] == "finished"
+    assert sum(r["loss"] for r in run[-5:]) < 0.7 * sum(r["loss"] for r in run[:5])
+    assert [r["tokens"] for r in run] == [64 * i for i in range(1, 41)]
+    assert {r["verdict"] for r in run} <= {"commit", "clip"}
+    assert all(r["grad_norm"] > 0 and r["step_s"] > 0 for r in run)
+    assert run[0]["lr"] == pytest.approx(2.5e-3)
+    assert TunedConfig.load(tmp_path / "run" / "tuned.json") == cfg
+    assert (result["first_loss"], result["last_loss"]) == (run[0]["loss"], run[-1]["loss"])
+
+
+def test_a_checkpoint_is_an_ordinary_model_folder(source: Path, text: Path, tmp_path: Path) -> None:
+    result = train(config(source), text, steps=3, out=tmp_path / "run", progress=False)
+    model, words = ms.load(result["checkpoint"], "bfloat16")
+    assert model.lm_head.weight is model.model.embed_tokens.weight, "the tie was lost"
+    assert words.encode("ab") == [0, 1]
+    start, _ = ms.load(str(source), "bfloat16")
+    assert not torch.equal(model.lm_head.weight, start.lm_head.weight)
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_resuming_continues_bit_for_bit_also_under_another_plan(
+    source: Path, text: Path, tmp_path: Path, dtype: str
+) -> None:
+    cfg = config(source, dtype)
+    train(cfg, text, steps=8, out=tmp_path / "whole", progress=False)
+    saving = cfg.replace(training=cfg.training.replace(save_every=3))
+    train(saving, text, steps=8, out=tmp_path / "run", progress=False)
+    assert saved(tmp_path / "run") == saved(tmp_path / "whole"), "saving changed the training"
+    other = cfg.replace(plan=cfg.plan.replace(bucket_mb=1.0, retained_buckets=1))
+    train(other, text, steps=8, out=tmp_path / "run", resume=tmp_path / "run/checkpoints/step-00000006", progress=False)
+    assert saved(tmp_path / "run") == saved(tmp_path / "whole")
+
+    def history(run: Path) -> list[tuple[Any, ...]]:
+        return [(r["step"], r["loss"], r["lr"], r["grad_norm"], r["verdict"], r["tokens"]) for r in rows(run)]
+
+    assert history(tmp_path / "run") == history(tmp_path / "whole")
+
+
+def test_accumulation_recompute_and_retained_buckets_do_not_change_the_result(
+    source: Path, text: Path, tmp_path: Path
+) -> None:
+    one = config(source, "float32", {"activations": "none"})
+    two = config(source, "float32", {"activations": "full", "retained_buckets": 2, "bucket_mb": 0.1})
+    train(one, text, steps=3, out=tmp_path / "one", progress=False)
+    train(two, text, steps=3, out=tmp_path / "two", progress=False)
+    assert saved(tmp_path / "one") == saved(tmp_path / "two")
+
+
+def test_ctrl_c_finishes_the_step_saves_and_can_be_continued(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = config(source)
+    train(cfg, text, steps=6, out=tmp_path / "whole", progress=False)
+    before = signal.getsignal(signal.SIGINT)
+    write = run_logging.RunLog.step
+
+    def interrupt_at_two(self: Any, row: dict[str, Any]) -> None:
+        write(self, row)
+        if row["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(run_logging.RunLog, "step", interrupt_at_two)
+    result = train(cfg, text, steps=6, out=tmp_path / "run", progress=False)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert result["state"] == status(tmp_path / "run")["state"] == "interrupted"
+    assert result["step"] == 3, "the step in progress is finished"
+    monkeypatch.undo()
+    again = train(cfg, text, steps=6, out=tmp_path / "run", resume=tmp_path / "run", progress=False)
+    assert again["state"] == "finished"
+    assert saved(tmp_path / "run") == saved(tmp_path / "whole")
+    assert [r["step"] for r in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_training_runs_in_a_thread_too(source: Path, text: Path, tmp_path: Path) -> None:
+    results: list[dict[str, Any]] = []
+    worker = threading.Thread(
+        target=lambda: results.append(train(config(source), text, steps=1, out=tmp_path / "run", progress=False))
+    )
+    worker.start()
+    worker.join(60)
+    assert results[0]["state"] == "finished"
+
+
+def test_a_failure_is_written_down_and_leaves_no_half_checkpoint(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def disk_full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_model", disk_full)
+    with pytest.raises(OSError, match="no space"):
+        train(config(source), text, steps=2, out=tmp_path / "run", progress=False)
+    assert status(tmp_path / "run")["state"] == "failed"
+    assert "no space left" in status(tmp_path / "run")["error"]
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_only_the_newest_checkpoints_are_kept(source: Path, text: Path, tmp_path: Path) -> None:
+    train(config(source, save_every=1), text, steps=5, out=tmp_path / "run", progress=False)
+    names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000004", "step-00000005"]
+
+
+def test_bad_input_writes_nothing(source: Path, text: Path, tmp_path: Path) -> None:
+    cfg, run = config(source), tmp_path / "run"
+    with pytest.raises(InputError, match="no such data file"):
+        train(cfg, tmp_path / "missing.txt", steps=2, out=run)
+    with pytest.raises(InputError, match="tuned for the model"):
+        train(cfg.replace(model=cfg.model.replace(fingerprint="0" * 64)), text, steps=2, out=run)
+    with pytest.raises(InputError, match="no checkpoint to resume"):
+        train(cfg, text, steps=2, out=run, resume=tmp_path)
+    with pytest.raises(InputError, match="steps = 0"):
+        train(cfg, text, steps=0, out=run)
+    assert not run.exists()
+    train(cfg, text, steps=1, out=run, progress=False)
+    with pytest.raises(InputError, match="already holds a run"):
+        train(cfg, text, steps=2, out=run)
+    with pytest.raises(InputError, match="already at step 1"):
+        train(cfg, text, steps=1, out=run, resume=run)
+
+
+def test_metrics_of_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": i}) for i in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "lo')
+    log = run_logging.RunLog(tmp_path, steps=5, resume_at=2, progress=False)
+    log.step({"step": 3, "loss": float("nan"), "tokens_per_s": 1.0})
+    log.close()
+    assert [r["step"] for r in rows(tmp_path)] == [1, 2, 3]
+    assert rows(tmp_path)[-1]["loss"] is None
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_schedules(schedule: Any) -> None:
+    training = TrainingConfig(schedule=schedule, warmup_steps=4)
+    factors = [learning_rate_factor(training, 20, i) for i in range(20)]
+    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    tail = factors[5:]
+    if schedule == "constant":
+        assert set(tail) == {1.0}
+    else:
+        assert tail == sorted(tail, reverse=True)
+        assert 0 < tail[-1] < 0.1
+    middle = {"constant": 1.0, "linear": 0.5, "cosine": 0.5}[schedule]
+    assert factors[12] == pytest.approx(middle)

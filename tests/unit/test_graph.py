@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from superoffload import graph
+from superoffload.errors import InputError
+from superoffload.plan import Plan
+
+
+def by_kind(g: graph.StepGraph, kind: str) -> list[graph.Operator]:
+    return [op for op in g.ops if op.kind == kind]
+
+
+def test_buckets_follow_backward_and_are_completed_by_their_last_block(tiny: ModuleType) -> None:
+    profile = tiny.profile(tiny.hardware(), layers=3)
+    g = graph.build(profile, tiny.plan())
+    assert [b.blocks for b in g.buckets] == [(2,), (1,), (0,)]
+    backward = by_kind(g, "backward")
+    assert [(op.block, op.bucket) for op in backward] == [(2, 0), (1, 1), (0, 2)]
+
+
+def test_a_bucket_over_two_blocks_completes_inside_the_second(tiny: ModuleType) -> None:
+    profile = tiny.profile(tiny.hardware(), layers=2, params=tiny.BUCKET_PARAMS * 3 // 4)
+    g = graph.build(profile, tiny.plan())
+    backward = by_kind(g, "backward")
+    # 0.75 of a bucket from layer 1, then 0.25 from layer 0: a third of its backward; the rest closes at its end.
+    assert [(op.block, op.bucket) for op in backward] == [(1, -1), (0, 0), (0, 1)]
+    assert [round(op.seconds, 6) for op in backward] == [2.0, round(2 / 3, 6), round(4 / 3, 6)]
+
+
+def test_forward_waits_for_the_uploads_of_its_buckets(tiny: ModuleType) -> None:
+    g = graph.build(tiny.profile(tiny.hardware(), layers=2), tiny.plan())
+    for op in by_kind(g, "forward"):
+        assert [g.ops[i].name for i in op.previous] == [f"copy up of bucket {1 - op.block}"]
+
+
+def test_retained_buckets_are_the_last_and_cross_no_link(tiny: ModuleType) -> None:
+    g = graph.build(tiny.profile(tiny.hardware(), layers=4), tiny.plan(retained_buckets=3))
+    assert [op.bucket for op in by_kind(g, "copy_down")] == [0]
+    assert [op.bucket for op in by_kind(g, "adam")] == [0]
+    assert g.ops[g.last_gpu].name == "GPU Adam of 3 retained buckets"
+
+
+@pytest.mark.parametrize(
+    ("down", "up", "down_bytes", "up_bytes", "adam", "cast"),
+    [
+        ("fused", "fused", 2, 2, 28, 0),
+        ("gpu", "fused", 4, 2, 30, 0),
+        ("cpu", "fused", 2, 2, 30, 6),
+        ("fused", "gpu", 2, 4, 26, 0),
+        ("fused", "cpu", 2, 2, 26, 6),
+        ("cpu", "cpu", 2, 2, 28, 12),
+    ],
+)
+def test_bytes_per_parameter_of_each_cast(
+    tiny: ModuleType, down: str, up: str, down_bytes: int, up_bytes: int, adam: int, cast: int
+) -> None:
+    g = graph.build(tiny.profile(tiny.hardware(), layers=1), tiny.plan(cast_down=down, cast_up=up))
+    n = tiny.BUCKET_PARAMS
+    assert by_kind(g, "copy_down")[0].link_bytes == down_bytes * n
+    assert by_kind(g, "copy_up")[0].link_bytes == up_bytes * n
+    step = by_kind(g, "adam")[0]
+    assert step.dram_bytes == (adam + cast) * n
+    assert step.seconds == pytest.approx((adam + cast) * n / 1e9)  # both rates are 1 GB/s here
+
+
+def test_float32_weights_cross_as_float32_whatever_the_casts(tiny: ModuleType) -> None:
+    profile = tiny.profile(tiny.hardware(), layers=1)
+    profile = profile.replace(blocks=tuple(b.replace(dtype="float32") for b in profile.blocks))
+    for cast in ("fused", "cpu", "gpu"):
+        g = graph.build(profile, tiny.plan(cast_down=cast, cast_up=cast))
+        assert by_kind(g, "copy_down")[0].link_bytes == 4 * tiny.BUCKET_PARAMS
+        assert by_kind(g, "copy_up")[0].link_bytes == 4 * tiny.BUCKET_PARAMS
+        assert by_kind(g, "adam")[0].dram_bytes == 28 * tiny.BUCKET_PARAMS
+
+
+def test_adam_waits_for_the_verdict_only_without_speculation(tiny: ModuleType) -> None:
+    profile = tiny.profile(tiny.hardware(), layers=2)
+    for speculate, kinds in (("off", ["copy_down", "verdict"]), ("on", ["copy_down"])):
+        g = graph.build(profile, tiny.plan(speculate=speculate))
+        for op in by_kind(g, "adam"):
+            assert sorted(g.ops[d].kind for d in op.deps) == kinds
+
+
+def test_only_the_last_micro_batch_completes_buckets(tiny: ModuleType) -> None:
+    g = graph.build(tiny.profile(tiny.hardware(), layers=2), tiny.plan(accumulation=3))
+    assert len(by_kind(g, "backward")) == 6
+    assert [op.bucket for op in by_kind(g, "backward")][-2:] == [0, 1]
+    assert sum(op.bucket >= 0 for op in by_kind(g, "backward")) == 2
+    assert sum(op.in_forward for op in g.ops) == 2
+
+
+def test_flow_blocks_are_fetched_for_forward_and_backward_and_not_copied_up(tiny: ModuleType) -> None:
+    g = graph.build(tiny.profile(tiny.hardware(), layers=4), tiny.plan(flow_blocks=(0, 2)))
+    fetches = by_kind(g, "fetch")
+    # Block 2 is still there when its backward comes, as no other flow block was used in between.
+    assert [op.block for op in fetches] == [0, 2, 0]
+    assert sorted(op.bucket for op in by_kind(g, "copy_up")) == [0, 2]
+    assert [g.ops[i].kind for i in fetches[0].previous if g.ops[i].lane == "cpu_adam"] == ["adam"]
+
+
+def test_a_flow_block_in_a_retained_bucket_sends_its_new_weights_home(tiny: ModuleType) -> None:
+    g = graph.build(tiny.profile(tiny.hardware(), layers=2), tiny.plan(flow_blocks=(0,), retained_buckets=1))
+    home = [op for op in by_kind(g, "copy_down") if op.bucket == 1]
+    assert [op.link_bytes for op in home] == [2 * tiny.BUCKET_PARAMS]
+    assert [g.ops[d].kind for d in home[0].deps] == ["gpu_adam"]
+
+
+def test_impossible_plans_are_refused(tiny: ModuleType) -> None:
+    profile = tiny.profile(tiny.hardware(), layers=2)
+    with pytest.raises(InputError, match=r"retained_buckets = 3\. Expected at most 2"):
+        graph.build(profile, tiny.plan(retained_buckets=3))
+    with pytest.raises(InputError, match=r"flow_blocks names block 2\. Expected 0 to 1"):
+        graph.build(profile, tiny.plan(flow_blocks=(2,)))
+
+
+def test_another_batch_rescales_the_profile(tiny: ModuleType) -> None:
+    profile = tiny.profile(tiny.hardware(), layers=2)
+    plan: Plan = tiny.plan(micro_batch=3)
+    assert [op.seconds for op in graph.build(profile, plan).ops if op.kind == "forward"] == [3.0, 3.0]

@@ -1,0 +1,64 @@
+"""Buckets: every element exactly once, in order, cut only where the norm's chunks allow it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superoffload.layout import ALIGN, NORM_CHUNK, TensorRef, bucket_elements, cut_buckets
+
+SIZES = st.one_of(st.integers(1, 300), st.integers(1, 6 * NORM_CHUNK), st.sampled_from([NORM_CHUNK, 2 * NORM_CHUNK]))
+TENSORS = st.lists(st.tuples(SIZES, st.sampled_from(["bfloat16", "float32"])), max_size=12)
+BUCKET_MB = st.sampled_from([1e-6, 0.03125, 0.0625, 0.1, 0.5])
+
+
+@given(TENSORS, BUCKET_MB)
+def test_every_element_is_in_exactly_one_place(sizes: list[tuple[int, str]], bucket_mb: float) -> None:
+    tensors = [TensorRef(i, block=i // 2, numel=n, dtype=d) for i, (n, d) in enumerate(sizes)]
+    buckets = cut_buckets(tensors, bucket_mb)
+    seen: dict[int, int] = {}
+    for bucket in buckets:
+        end = 0
+        for s in bucket.segments:
+            assert s.start % ALIGN == 0
+            assert s.offset % NORM_CHUNK == 0
+            assert s.start >= end  # no overlap
+            assert s.offset == seen.get(s.tensor, 0)  # in order, nothing skipped
+            assert tensors[s.tensor].dtype == bucket.dtype
+            seen[s.tensor] = s.offset + s.numel
+            end = s.start + s.numel
+        assert end <= bucket.numel <= bucket_elements(bucket_mb)
+        assert bucket.segments
+        assert bucket.blocks == tuple(dict.fromkeys(tensors[s.tensor].block for s in bucket.segments))
+    assert seen == {t.index: t.numel for t in tensors}
+    assert [b.index for b in buckets] == list(range(len(buckets)))
+
+
+@given(TENSORS, BUCKET_MB)
+def test_buckets_close_in_backward_order(sizes: list[tuple[int, str]], bucket_mb: float) -> None:
+    tensors = [TensorRef(i, 0, n, d) for i, (n, d) in enumerate(sizes)]
+    for dtype in ("bfloat16", "float32"):
+        order = [s.tensor for b in cut_buckets(tensors, bucket_mb) if b.dtype == dtype for s in b.segments]
+        assert order == sorted(order)
+
+
+def test_bucket_size_is_mib_of_fp32_and_never_below_one_chunk() -> None:
+    assert bucket_elements(64) == 2**26 // 4
+    assert bucket_elements(0.001) == NORM_CHUNK
+    assert bucket_elements(0.0626) % NORM_CHUNK == 0
+
+
+def test_a_parameter_larger_than_a_bucket_spans_buckets() -> None:
+    buckets = cut_buckets([TensorRef(7, 0, 5 * NORM_CHUNK + 3)], 2 * NORM_CHUNK * 4 / 2**20)
+    assert [[(s.tensor, s.offset, s.numel) for s in b.segments] for b in buckets] == [
+        [(7, 0, 2 * NORM_CHUNK)],
+        [(7, 2 * NORM_CHUNK, 2 * NORM_CHUNK)],
+        [(7, 4 * NORM_CHUNK, NORM_CHUNK + 3)],
+    ]
+    assert sum(b.params for b in buckets) == 5 * NORM_CHUNK + 3
+
+
+@pytest.mark.parametrize("bucket_mb", [0.03125, 1.0])
+def test_no_tensors_no_buckets(bucket_mb: float) -> None:
+    assert cut_buckets([], bucket_mb) == []

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from superoffload.memory import CUDA_CONTEXT_BYTES, HOST_RESERVE_BYTES, ledger
+from superoffload.plan import Plan
+from superoffload.profiler import estimate
+
+
+def items(account: object) -> dict[str, int]:
+    return {i.name: i.bytes for i in account.items}  # type: ignore[attr-defined]
+
+
+def test_every_byte_of_a_counted_plan(tiny: ModuleType) -> None:
+    n = tiny.BUCKET_PARAMS
+    account = ledger(tiny.profile(tiny.hardware(), layers=4), tiny.plan())
+    assert items(account) == {
+        "16-bit weights": 2 * 4 * n,
+        "gradient ring": 4 * 2 * n,
+        "gradient being produced": 2 * n,
+        "activations": 4 * 5000,
+        "CUDA context and allocator": CUDA_CONTEXT_BYTES,
+        "held gradients": 2 * 4 * n,
+        "upload copy of new weights": 2 * 4 * n,
+        "master weights and moments": 12 * 4 * n,
+        "system and Python": HOST_RESERVE_BYTES,
+    }
+    assert account.total("pinned") == 16 * n
+    assert account.total("host") == 64 * n + HOST_RESERVE_BYTES
+    assert account.fits
+
+
+def test_a_retained_bucket_moves_sixteen_bytes_per_parameter_from_host_to_gpu(tiny: ModuleType) -> None:
+    n = tiny.BUCKET_PARAMS
+    profile = tiny.profile(tiny.hardware(), layers=8)
+    none, two = ledger(profile, tiny.plan()), ledger(profile, tiny.plan(retained_buckets=2))
+    assert two.total("gpu") - none.total("gpu") == 2 * 14 * n
+    assert none.total("host") - two.total("host") == 2 * 16 * n
+
+
+@pytest.mark.parametrize(
+    ("fields", "gpu", "host", "pinned"),
+    [
+        ({"cast_down": "gpu"}, 4 * 2, 2 * 8, 2 * 8),  # fp32 in the ring and held
+        ({"cast_down": "cpu"}, 0, 4, 0),  # one bucket of fp32
+        ({"cast_up": "gpu"}, 4, -2 * 8, 2 * 8),  # the master goes up: pinned, and no 16-bit copy
+        ({"speculate": "on"}, 0, 3 * 8, 0),
+        ({"accumulation": 2}, 2 * 8, 0, 0),
+        ({"flow_blocks": (1, 2, 3)}, -2 * 3 + 2 * 2, 0, 0),  # two slots
+    ],
+)
+def test_what_a_knob_adds_per_parameter_of_a_bucket(
+    tiny: ModuleType, fields: dict[str, object], gpu: int, host: int, pinned: int
+) -> None:
+    profile = tiny.profile(tiny.hardware(), layers=8)
+    before, after = ledger(profile, tiny.plan()), ledger(profile, tiny.plan(**fields))
+    n = tiny.BUCKET_PARAMS
+    assert after.total("gpu") - before.total("gpu") == gpu * n
+    assert after.total("host") - before.total("host") == host * n
+    assert after.total("pinned") - before.total("pinned") == pinned * n
+
+
+def test_recomputation_keeps_inputs_and_one_layer(tiny: ModuleType) -> None:
+    account = items(ledger(tiny.profile(tiny.hardware(), layers=4), tiny.plan(activations="full")))
+    assert account["layer inputs kept for recomputation"] == 4 * 1000
+    assert account["recomputed layer, logits and loss"] == 4000
+
+
+def test_the_peaks_measured_on_an_h200() -> None:
+    # Forward and backward alone with full recomputation at 32,768 tokens peak at 25.0 GB, when the loss is computed:
+    # weights, kept inputs and logits (no gradient exists yet).
+    profile = estimate("bench-3b", micro_batch=16, seq_len=2048, hardware="h200-pcie5")
+    account = items(ledger(profile, Plan(micro_batch=16, seq_len=2048)))
+    names = ("16-bit weights", "layer inputs kept for recomputation", "recomputed layer, logits and loss")
+    assert sum(account[n] for n in names) / 1e9 == pytest.approx(25.0, rel=0.05)
+
+
+def test_shared_memory_counts_everything_once() -> None:
+    profile = estimate("smollm2-135m", micro_batch=1, seq_len=256, hardware="laptop", dtype="float32")
+    account = ledger(profile, Plan(micro_batch=1, seq_len=256, bucket_mb=32))
+    assert account.total("gpu") == account.gpu_capacity_bytes == 0
+    assert account.host_capacity_bytes == 16_000_000_000
+    assert items(account)["float32 weights"] == 4 * profile.params
+    # float32: the master itself goes up the link, so it is pinned and has no 16-bit copy
+    assert items(account)["pinned master weights"] == pytest.approx(4 * profile.params, rel=0.001)
+    assert items(account)["moments"] == pytest.approx(8 * profile.params, rel=0.001)
+
+
+def test_overflow_and_largest(tiny: ModuleType) -> None:
+    profile = tiny.profile(tiny.hardware(gpu_gb=0.5, host_gb=4.05), layers=4)
+    account = ledger(profile, tiny.plan())
+    assert not account.fits
+    assert set(account.overflow()) == {"gpu", "host"}
+    assert account.largest("gpu").name == "CUDA context and allocator"  # type: ignore[union-attr]
+    assert account.largest("pinned").name == "held gradients"  # type: ignore[union-attr]

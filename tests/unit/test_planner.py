@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import re
+from types import ModuleType
+
+import pytest
+
+from superoffload import graph, planner, simulator
+from superoffload.errors import DoesNotFit, InputError
+from superoffload.fitting import spread_layers
+from superoffload.memory import ledger
+from superoffload.plan import Plan
+from superoffload.planner import make_plan
+from superoffload.profiler import Profile, estimate
+
+
+@pytest.fixture(scope="module")
+def bench() -> Profile:
+    return estimate("bench-3b", micro_batch=4, seq_len=2048, hardware="h200-pcie5")
+
+
+def test_every_chosen_knob_has_a_reason_and_no_given_one(bench: Profile) -> None:
+    plan = make_plan(bench)
+    assert set(plan.reasons) == set(Plan.knobs())
+    given = make_plan(bench, retained_buckets=10, cast_up="gpu", adam_threads=8)
+    assert set(given.reasons) == set(Plan.knobs()) - {"retained_buckets", "cast_up", "adam_threads"}
+    assert (given.retained_buckets, given.cast_up, given.adam_threads) == (10, "gpu", 8)
+    for name in ("bucket_mb", "adam_threads", "cast_down", "cast_up", "retained_buckets", "activations"):
+        assert re.search(r"\d", plan.reasons[name]), name
+
+
+def test_all_given_is_kept_as_given(bench: Profile) -> None:
+    values = {
+        "bucket_mb": 128.0, "retained_buckets": 3, "flow_blocks": (2, 5), "prefetch_blocks": 2, "cast_down": "cpu",
+        "cast_up": "gpu", "speculate": "on", "adam_threads": 5, "activations": "full", "micro_batch": 2,
+        "seq_len": 1024, "accumulation": 2,
+    }  # fmt: skip
+    assert make_plan(bench, **values) == Plan.model_validate(values)
+
+
+def test_the_chosen_plan_beats_the_plain_ones(bench: Profile) -> None:
+    plan = make_plan(bench)
+    best = simulator.step_seconds(bench, plan)
+    for change in ({"retained_buckets": 0}, {"activations": "full"}, {"cast_down": "cpu"}, {"adam_threads": 2}):
+        assert best < simulator.step_seconds(bench, plan.model_copy(update=change)), change
+    # The limit is forward and backward alone, 0.370 s measured; retained Adam on the GPU comes on top.
+    assert 0.36 < best < 0.41
+
+
+def test_retained_are_the_fewest_that_give_the_shortest_step(bench: Profile) -> None:
+    plan = make_plan(bench, activations="none")
+    total = len(graph.buckets_of(bench, plan.bucket_mb))
+    tried = {
+        n: simulator.step_seconds(bench, plan.model_copy(update={"retained_buckets": n})) for n in range(0, total, 6)
+    }
+    best = min(tried.values())
+    assert simulator.step_seconds(bench, plan) <= best * 1.02
+    fewest = min(n for n, s in tried.items() if s <= best * 1.003)
+    assert plan.retained_buckets <= fewest + 12
+
+
+def test_a_busy_gpu_needs_no_retained_buckets(tiny: ModuleType) -> None:
+    # Adam of the whole model takes less than the next forward's first block.
+    hw = tiny.hardware(down=1000.0, up=1000.0, adam=1e6, dram=1e9)
+    plan = make_plan(tiny.profile(hw, layers=4, params=8 * tiny.BUCKET_PARAMS), bucket_mb=tiny.BUCKET_MB)
+    assert plan.retained_buckets == 0
+
+
+def test_gpu_memory_bounds_retained_and_forces_recompute() -> None:
+    profile = estimate("qwen3-14b", micro_batch=4, seq_len=4096, hardware="gh200")
+    plan = make_plan(profile)
+    assert plan.activations == "full"
+    assert "does not fit" in plan.reasons["activations"]
+    assert ledger(profile, plan).fits
+    assert plan.flow_blocks == ()
+
+
+def test_flow_is_used_only_where_memory_demands_it() -> None:
+    profile = estimate("paper-25b", micro_batch=1, seq_len=1024, hardware="gh200")
+    assert make_plan(profile).flow_blocks == ()
+    gpu = profile.hardware.gpu.replace(memory_gb=48)
+    small = profile.replace(hardware=profile.hardware.replace(gpu=gpu), context={})
+    plan = make_plan(small)
+    assert 0 < len(plan.flow_blocks) < 30
+    assert "GPU lacks" in plan.reasons["flow_blocks"]
+    assert ledger(small, plan).fits
+    fewer = spread_layers(small, len(plan.flow_blocks) - 1)
+    assert not ledger(small, plan.model_copy(update={"flow_blocks": fewer, "retained_buckets": 0})).fits
+
+
+def test_flow_and_buckets_aliases(bench: Profile) -> None:
+    plan = make_plan(bench, flow=3, buckets=10)
+    assert plan.flow_blocks == (5, 14, 22)
+    assert len(graph.buckets_of(bench, plan.bucket_mb)) in (10, 11)
+    assert make_plan(bench, flow=(1, 2), retained_buckets=0).flow_blocks == (1, 2)
+    assert make_plan(bench, flow=0).flow_blocks == ()
+    with pytest.raises(InputError, match="0 to 26"):
+        make_plan(bench, flow=27)
+    with pytest.raises(InputError, match="both given"):
+        make_plan(bench, flow=1, flow_blocks=(1,))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"retained_bucket": 3}, 'unknown knob "retained_bucket"; did you mean "retained_buckets"'),
+        ({"reasons": {}}, "unknown knob"),
+        ({"bucket_mb": -1}, "bucket_mb = -1"),
+        ({"cast_up": "npu"}, "cast_up = 'npu'"),
+        ({"retained_buckets": 10**6}, "Expected at most 188"),
+        ({"buckets": 0}, "buckets = 0"),
+        ({"flow_blocks": (99,)}, "flow_blocks names block 99"),
+    ],
+)
+def test_bad_knobs_are_refused(bench: Profile, knobs: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        make_plan(bench, **knobs)
+
+
+def test_a_plan_that_does_not_fit_names_the_largest_item_and_the_nearest_that_fits() -> None:
+    profile = estimate("llama-7b", micro_batch=4, seq_len=2048, hardware="gh200")
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(profile, retained_buckets=402, activations="none")
+    error = caught.value
+    assert "largest item is retained master weights and moments with 80.8" in str(error)
+    nearest = error.nearest
+    assert isinstance(nearest, Plan)
+    assert ledger(profile, nearest).fits
+    assert nearest.activations == "none"
+    assert 100 < nearest.retained_buckets < 130
+    assert f"retained_buckets={nearest.retained_buckets} instead of 402" in str(error)
+    assert error.ledger is not None
+    assert make_plan(profile, retained_buckets=402, activations="none", check=False).retained_buckets == 402
+
+
+def test_a_smaller_micro_batch_is_proposed_where_nothing_else_helps() -> None:
+    profile = estimate("llama-7b", micro_batch=64, seq_len=4096, hardware="h100-pcie5")
+    with pytest.raises(DoesNotFit, match="micro_batch=16 instead of 64"):
+        make_plan(profile)
+
+
+def test_a_hopeless_model_is_told_so() -> None:
+    with pytest.raises(DoesNotFit, match=r"host memory: needs .*No plan of this model fits"):
+        make_plan(estimate("llama-70b", micro_batch=1, seq_len=512, hardware="gh200"))
+
+
+def test_another_machine_and_another_batch(bench: Profile) -> None:
+    assert make_plan(bench, "gh200").adam_threads == 64
+    plan = make_plan(bench, micro_batch=1, seq_len=512)
+    assert (plan.micro_batch, plan.seq_len) == (1, 512)
+    assert simulator.simulate(bench, plan).tokens_per_step == 512
+
+
+def test_a_laptop_plan_fits_and_retains_nothing() -> None:
+    profile = estimate("smollm2-135m", micro_batch=1, seq_len=256, hardware="laptop", dtype="float32")
+    plan = make_plan(profile)
+    assert plan.retained_buckets == 0
+    assert (plan.cast_down, plan.cast_up) == ("fused", "fused")
+    assert len(graph.buckets_of(profile, plan.bucket_mb)) >= planner.MIN_BUCKETS

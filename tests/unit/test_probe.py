@@ -1,0 +1,58 @@
+"""The probe measures, keeps what it measured, and disturbs nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from superoffload import hardware, probing  # noqa: E402
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same measurements on less data, into a cache of their own."""
+    monkeypatch.setenv("SUPEROFFLOAD_CACHE", str(tmp_path))
+    monkeypatch.setattr(probing, "ADAM_PARAMS", 1 << 18)
+    monkeypatch.setattr(probing, "LINK_SIZES_MB", (1, 4))
+
+
+@pytest.mark.usefixtures("small")
+def test_probe_measures_once_and_reads_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torch.get_rng_state()
+    lines: list[str] = []
+    begun = time.perf_counter()
+    found = probing.probe_machine(progress=lines.append)
+    assert time.perf_counter() - begun < 30
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.source == "probed"
+    assert "CPU Adam" in lines
+    assert found.cpu.adam_threads[-1] == found.cpu.cores
+    assert found.cpu.dram_gb_per_s >= found.cpu.adam_gb_per_s[-1]
+    assert found.shared_memory is (not torch.cuda.is_available())
+    for rate in (*found.link.down.gb_per_s, *found.link.up.gb_per_s, found.cpu.cast_gb_per_s, found.gpu.hbm_gb_per_s):
+        assert 0.1 < rate < 20_000, "GB/s of no machine"
+    for field in ("cpu.adam_gb_per_s", "link", "gpu.matmul_bf16_tflops"):
+        assert "measured" in found.sources[field]
+
+    def measured_again(*_: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(probing, "measure", measured_again)
+    assert hardware.probe() == found
+    with pytest.raises(AssertionError, match="measured again"):
+        hardware.probe(refresh=True)
+
+
+@pytest.mark.usefixtures("small")
+def test_another_machine_or_a_broken_file_is_measured_anew() -> None:
+    identity = probing.machine_fingerprint()
+    assert probing.cache_path(identity) != probing.cache_path({**identity, "cpu": "another"})
+    path = probing.cache_path(identity)
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    assert probing.probe_machine().source == "probed"
+    assert hardware.Hardware.load(path).cpu.name == identity["cpu"]

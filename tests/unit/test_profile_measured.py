@@ -1,0 +1,224 @@
+"""The measured profile: complete, sane, and without a trace on the model (I10)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from torch import nn  # noqa: E402
+
+from superoffload import hardware  # noqa: E402
+from superoffload import model as shapes  # noqa: E402
+from superoffload.engine.blocks import find_blocks  # noqa: E402
+from superoffload.errors import DoesNotFit, InputError  # noqa: E402
+from superoffload.model_source import fingerprint, recompute_activations  # noqa: E402
+from superoffload.profiler import Profile  # noqa: E402
+from superoffload.profiling import profile  # noqa: E402
+
+LAPTOP = hardware.preset("laptop")
+B, S, H, L, V, M = 2, 16, 32, 3, 300, 64
+
+
+def tiny(**changes: Any) -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=H, intermediate_size=M, num_hidden_layers=L, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=V, **changes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def ids() -> Any:
+    return torch.randint(V, (B, S), generator=torch.Generator().manual_seed(1))
+
+
+def bits(t: Any) -> bytes:
+    return t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    return {
+        "weights": {n: bits(p) for n, p in model.named_parameters()},
+        "weight_objects": {n: (id(p), p.data_ptr(), p._version, p.dtype) for n, p in model.named_parameters()},
+        "gradients": {n: (id(p.grad), bits(p.grad)) for n, p in model.named_parameters() if p.grad is not None},
+        "buffers": {n: (id(b), bits(b)) for n, b in model.named_buffers()},
+        "modes": [m.training for m in model.modules()],
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
+        "switches": [getattr(m, "gradient_checkpointing", None) for m in model.modules()],
+        "random": (random.getstate(), np.random.get_state()[1].tobytes(), bits(torch.get_rng_state())),  # noqa: NPY002
+    }
+
+
+class Restless(nn.Module):
+    """Everything that measuring could disturb: dropout, batch statistics, a gradient, mixed modes, a rebound buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(V, H)
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(S), nn.Dropout(0.5)) for _ in range(2)]
+        )
+        self.head = nn.Linear(H, 8)
+        self.register_buffer("seen", torch.zeros(3))
+        self.fail = False
+
+    def forward(self, x: Any) -> Any:
+        self.seen = self.seen + 1
+        random.random()
+        np.random.rand()  # noqa: NPY002
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        if self.fail:
+            raise torch.OutOfMemoryError("no memory left")
+        return self.head(x)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_measuring_leaves_the_model_bit_identical(fail: bool) -> None:
+    torch.manual_seed(0)
+    model = Restless()
+    model(ids()).sum().backward()
+    model.embed.weight.grad = None
+    model.eval()
+    model.layers[0].train()
+    before = state_of(model)
+    model.fail = fail
+    if fail:
+        with pytest.raises(DoesNotFit, match="smaller micro-batch"):
+            profile(model, ids(), hardware=LAPTOP)
+    else:
+        profile(model, ids(), hardware=LAPTOP, repeats=1)
+    assert state_of(model) == before
+
+
+def test_checkpointing_cache_and_foreign_gradient_hooks_are_lifted_and_put_back() -> None:
+    model = tiny()
+    recompute_activations(model, True)
+    model.config.use_cache = True
+    calls: list[int] = []
+    handle = model.lm_head.weight.register_post_accumulate_grad_hook(lambda p: calls.append(1))
+    before = state_of(model)
+    profile(model, ids(), hardware=LAPTOP, repeats=1)
+    assert state_of(model) == before
+    assert model.config.use_cache is True
+    assert calls == []
+    model(input_ids=ids(), labels=ids()).loss.backward()
+    assert calls == [1], "the hook of the owner was lost"
+    handle.remove()
+
+
+def test_llama_profile_agrees_with_what_can_be_counted_by_hand() -> None:
+    model = tiny()
+    p = profile(model, ids(), hardware=LAPTOP)
+    assert (p.source, p.micro_batch, p.seq_len) == ("measured", B, S)
+    assert [b.name for b in p.blocks] == [b.name for b in find_blocks(model)]
+    assert p.params == sum(q.numel() for q in model.parameters())
+    assert p.model_fingerprint == fingerprint(model)
+    spec = shapes.from_transformers(model.config.to_dict())
+    assert p.model_flops == spec.training_flops(B * S, S)
+    layer, head = p.blocks[1], p.blocks[-1]
+    attention = 4 * B * S * S * H  # without the causal half: the kernel computes the mask too
+    assert layer.forward_flops == spec.layer_matmul_flops(B * S) + attention
+    assert head.forward_flops == spec.head_flops(B * S)
+    assert layer.input_bytes == B * S * H * 4
+    assert p.blocks[0].input_bytes == B * S * 8
+    assert all(b.forward_s > 0 and b.backward_s > 0 for b in p.blocks)
+    assert Profile.from_json(p.to_json()) == p
+
+
+def test_kept_bytes_are_storages_without_weights_counted_once() -> None:
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(2)])
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    p = profile(Square(), torch.ones(4, 8), hardware=LAPTOP, repeats=1)
+    x = 4 * 8 * 4
+    assert p.blocks[0].activation_bytes == x  # its input; the weight is not counted
+    assert p.blocks[1].activation_bytes == 2 * x  # its input, and what the loss keeps of its output
+    assert p.blocks[0].forward_flops == 2 * 4 * 8 * 8
+
+
+def test_transients_are_seen() -> None:
+    class Spike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+        def forward(self, x: Any) -> Any:
+            x = self.layers[0](x)
+            with torch.no_grad():
+                spike = torch.zeros(1 << 18)  # 1 MiB, gone when the layer ends
+            del spike
+            return self.layers[1](x)
+
+    p = profile(Spike(), torch.ones(4, 8), hardware=LAPTOP, repeats=1)
+    assert p.blocks[0].working_bytes >= 1 << 20
+    assert p.blocks[1].working_bytes < 1 << 16
+
+
+def test_blocks_times_add_up_to_the_whole() -> None:
+    import time
+
+    class Slow(nn.Module):
+        def __init__(self, seconds: float) -> None:
+            super().__init__()
+            self.linear, self.seconds = nn.Linear(8, 8), seconds
+
+        def forward(self, x: Any) -> Any:
+            time.sleep(self.seconds)
+            return self.linear(x)
+
+    model = nn.Sequential(Slow(0.01), Slow(0.04))
+    p = profile(model, torch.ones(2, 8), hardware=LAPTOP, repeats=1)
+    assert 0.01 <= p.blocks[0].forward_s < 0.03
+    assert 0.04 <= p.blocks[1].forward_s < 0.06
+
+
+def test_frozen_weights_are_resident_and_own_no_tensor() -> None:
+    model = tiny()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    p = profile(model, ids(), hardware=LAPTOP, repeats=1)
+    assert p.blocks[0].tensor_numels == ()
+    assert p.buffers_bytes >= V * H * 4
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        (nn.ReLU(), torch.ones(2, 2), "no trainable parameter"),
+        (nn.Linear(2, 2), torch.ones(0, 2), "no data"),
+        (nn.Linear(2, 2), {"x": 3}, "no data"),
+    ],
+)
+def test_bad_input_is_refused(model: nn.Module, batch: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        profile(model, batch, hardware=LAPTOP)
+
+
+def test_an_output_without_gradient_is_refused_and_leaves_no_hook() -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.linear(x).detach()
+
+    model = Cut()
+    before = state_of(model)
+    with pytest.raises(InputError, match="carries no gradient"):
+        profile(model, torch.ones(2, 2), hardware=LAPTOP)
+    assert state_of(model) == before

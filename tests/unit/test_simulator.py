@@ -1,0 +1,291 @@
+"""Steps counted by hand on a machine where a bucket takes 0.5 s down, 3 s of Adam and 0.25 s up, then properties."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from types import ModuleType
+
+import pytest
+
+from superoffload import graph, simulator
+from superoffload.errors import InputError
+from superoffload.graph import VERDICT_S
+from superoffload.hardware import Curve, Hardware, preset
+from superoffload.plan import Plan
+from superoffload.profiler import Profile, estimate
+from superoffload.simulator import share_memory, simulate
+from superoffload.tracing import Trace
+
+EXACT = 1e-6
+
+
+@pytest.fixture
+def machine(tiny: ModuleType) -> Hardware:
+    hw: Hardware = tiny.hardware(
+        down=tiny.link_gb_per_s(0.5), up=tiny.link_gb_per_s(0.25), adam=tiny.adam_gb_per_s(3.0), dram=1e6
+    )
+    return hw
+
+
+def spans(trace: Trace, lane: str, step: int) -> list[tuple[str, float, float]]:
+    return [(e.name, round(e.start_s, 3), round(e.end_s, 3)) for e in trace.events if e.lane == lane and e.step == step]
+
+
+def test_waiting_for_the_norm(tiny: ModuleType, machine: Hardware) -> None:
+    # Backward ends at 6; the last gradient lands at 6.5; Adam of bucket 1 (layer 0) until 9.5, up at 9.75; Adam of
+    # bucket 0 until 12.5, up at 12.75. Forward: layer 0 9.75-10.75, layer 1 12.75-13.75; backward until 17.75.
+    trace = simulate(tiny.profile(machine), tiny.plan())
+    assert trace.step_s == pytest.approx(17.75 - 6 + VERDICT_S, abs=EXACT)
+    assert spans(trace, "gpu", 1) == [
+        ("forward of layer 0", 3.75, 4.75),
+        ("forward of layer 1", 6.75, 7.75),
+        ("backward of layer 1", 7.75, 9.75),
+        ("backward of layer 0", 9.75, 11.75),
+    ]
+    assert spans(trace, "cpu_adam", 0) == [("Adam of bucket 1", 0.5, 3.5), ("Adam of bucket 0", 3.5, 6.5)]
+    assert spans(trace, "link_up", 0) == [("copy up of bucket 1", 3.5, 3.75), ("copy up of bucket 0", 6.5, 6.75)]
+    assert spans(trace, "link_down", 1) == [
+        ("copy down of bucket 0", 9.75, 10.25),
+        ("copy down of bucket 1", 11.75, 12.25),
+    ]
+    assert trace.gpu_busy == pytest.approx(6 / 11.75, rel=1e-4)
+
+
+def test_stalls_name_the_dependency_that_ended_last(tiny: ModuleType, machine: Hardware) -> None:
+    trace = simulate(tiny.profile(machine), tiny.plan())
+    gpu = [s for s in trace.stalls if s.lane == "gpu"]
+    assert [(round(s.start_s, 3), round(s.duration_s, 3), s.waits_for) for s in gpu] == [
+        (0.0, 3.75, "copy up of bucket 1"),
+        (4.75, 2.0, "copy up of bucket 0"),
+    ]
+    assert gpu[0].cause == (
+        "GPU waits 3.75 s: forward of layer 0 needs copy up of bucket 1, whose Adam could start only when the gradient "
+        "norm was known and took 3 s"
+    )
+    assert gpu[1].cause == ("GPU waits 2 s: forward of layer 1 needs copy up of bucket 0, whose Adam took 3 s")
+    cpu = [s for s in trace.stalls if s.lane == "cpu_adam"]
+    assert cpu[-1].cause.endswith("needs the gradient norm, which is complete only when backward has ended")
+
+
+def test_a_long_queue_is_counted(tiny: ModuleType, machine: Hardware) -> None:
+    trace = simulate(tiny.profile(machine, layers=4, forward=0.1), tiny.plan())
+    last = [s for s in trace.stalls if s.lane == "gpu"][-1]
+    assert last.waits_for == "copy up of bucket 0"
+    assert "whose Adam was queued behind 3 buckets for 9 s" in last.cause
+
+
+def test_speculation_starts_adam_when_a_gradient_has_landed(tiny: ModuleType, machine: Hardware) -> None:
+    # The undo record makes it 31 bytes: 3.321 s per bucket. Bucket 0 lands at 4.5 and is done at 7.821, bucket 1 at
+    # 11.143, up at 11.393; then 1 + 1 + 4 s.
+    adam = 3.0 * 31 / 28
+    trace = simulate(tiny.profile(machine), tiny.plan(speculate="on"))
+    assert trace.step_s == pytest.approx(4.5 + 2 * adam + 0.25 + 6 - 6, abs=EXACT)
+
+
+def test_a_retained_bucket_leaves_only_the_other_on_the_cpu(tiny: ModuleType, machine: Hardware) -> None:
+    # Forward of layer 0 starts at 6, when backward ends; bucket 0 landed at 4.5, Adam 6-9, up at 9.25.
+    trace = simulate(tiny.profile(machine), tiny.plan(retained_buckets=1))
+    assert trace.step_s == pytest.approx(9.25 + 1 + 4 - 6 + VERDICT_S, abs=EXACT)
+
+
+def test_recomputation_runs_forward_again_in_backward(tiny: ModuleType, machine: Hardware) -> None:
+    # Backward ends at 8; uploads at 11.75 and 14.75; forward of layer 1 until 15.75, then 2 x (1 + 2) s.
+    trace = simulate(tiny.profile(machine), tiny.plan(activations="full"))
+    assert trace.step_s == pytest.approx(21.75 - 8 + VERDICT_S, abs=EXACT)
+    assert [n for n, *_ in spans(trace, "gpu", 1)].count("recompute of layer 1") == 1
+
+
+def test_accumulation_adds_a_whole_micro_batch(tiny: ModuleType, machine: Hardware) -> None:
+    trace = simulate(tiny.profile(machine), tiny.plan(accumulation=2))
+    assert trace.step_s == pytest.approx(11.75 + 6 + VERDICT_S, abs=EXACT)
+    assert trace.tokens_per_step == 2
+
+
+def test_the_ring_holds_backward_back(tiny: ModuleType) -> None:
+    # Six buckets in one layer, 1 s of backward and 3 s of download each. The fifth piece waits for bucket 0 (5 s), the
+    # sixth for bucket 1 (8 s): backward ends at 9, the downloads at 20, then the next step's 1 + 8 s.
+    hw = tiny.hardware(down=tiny.link_gb_per_s(3.0), up=1e6, adam=1e6, dram=1e9)
+    profile = tiny.profile(hw, layers=1, params=6 * tiny.BUCKET_PARAMS, backward=6.0)
+    trace = simulate(profile, tiny.plan())
+    assert trace.step_s == pytest.approx(20.0 + VERDICT_S, abs=1e-3)
+    causes = [s.cause for s in trace.stalls if "gradient ring" in s.cause]
+    assert causes[-1].startswith("GPU waits 2 s: backward of layer 0 needs copy down of bucket 1 to free a slot")
+
+
+def test_flow_blocks_are_fetched_after_their_adam(tiny: ModuleType) -> None:
+    # Two slots for two blocks. Backward ends at 6.5 in the cold step (fetch 0.5 s). Adam of bucket 1 7-10, fetch of
+    # layer 0 until 10.5, forward until 11.5; Adam of bucket 0 until 13, fetch of layer 1 until 13.5, forward 14.5,
+    # backward until 18.5 (layer 0 was fetched again meanwhile).
+    hw = tiny.hardware(down=tiny.link_gb_per_s(0.5), up=tiny.link_gb_per_s(0.5), adam=tiny.adam_gb_per_s(3.0))
+    trace = simulate(tiny.profile(hw), tiny.plan(flow_blocks=(0, 1)))
+    assert trace.step_s == pytest.approx(12.0 + VERDICT_S, abs=EXACT)
+    assert spans(trace, "link_up", 1)[0] == ("fetch of layer 0", 3.5, 4.0)
+    assert all(e.kind == "fetch" for e in trace.events if e.lane == "link_up")
+
+
+def test_both_directions_share_the_link(tiny: ModuleType) -> None:
+    # Alone 1 s each; together the link gives what one of them would take, so both run at half speed.
+    rate = tiny.link_gb_per_s(1.0)
+    hw = tiny.hardware(down=rate, up=rate, both=rate, adam=1e6, dram=1e9)
+    ops = [
+        graph.Operator(0, "link_down", "copy_down", "d", 1.0, int(rate * 1e9), rate * 1e9),
+        graph.Operator(1, "link_up", "copy_up", "u", 1.0, int(rate * 1e9), rate * 1e9),
+        graph.Operator(2, "gpu", "forward", "f", 0.25),
+    ]
+    g = graph.StepGraph(ops, [], 1e18, hw.link.both_gb_per_s * 1e9)
+    t = simulator.run(g, full_steps=1)
+    assert t.end[:2] == [pytest.approx(2.0), pytest.approx(2.0)]
+
+
+def test_memory_is_shared_as_measured_beside_the_h200() -> None:
+    """The measured loop: Adam alone 116 GB/s; DMA in rounds of equal bytes both ways, then a wait for both."""
+    cpu = preset("h200-pcie5").cpu
+    dram, weight = cpu.dram_gb_per_s, cpu.dma_write_cost
+    down, _, adam = share_memory(55.0, 0.0, 116.0, weight, dram)
+    assert adam == pytest.approx(82, rel=0.1)
+    assert down == pytest.approx(54, rel=0.05)
+    _, up, adam = share_memory(0.0, 55.0, 116.0, weight, dram)
+    assert adam == pytest.approx(98, rel=0.1)
+    assert up == pytest.approx(46, rel=0.1)
+    d, u, a = share_memory(50.0, 50.0, 116.0, weight, dram)  # until the downloads of a round are done
+    first = 1 / d
+    _, u2, a2 = share_memory(0.0, 55.0, 116.0, weight, dram)
+    second = (1 - u * first) / u2
+    round_s = first + second
+    assert 2 / round_s == pytest.approx(75, rel=0.1)
+    assert (a * first + a2 * second) / round_s == pytest.approx(77, rel=0.1)
+
+
+def test_sharing_never_exceeds_either_cap() -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        down, up, adam = (rng.choice([0.0, rng.uniform(1, 500)]) for _ in range(3))
+        weight, dram = rng.uniform(1, 2), rng.uniform(20, 600)
+        d, u, a = share_memory(down, up, adam, weight, dram)
+        assert d * weight + u + a <= dram * (1 + 1e-9) or (d, u, a) == (down, up, adam)
+        assert 0 <= d <= down * (1 + 1e-9)
+        assert 0 <= u <= up * (1 + 1e-9)
+        assert 0 <= a <= adam * (1 + 1e-9)
+
+
+def test_a_cpu_that_plays_the_gpu_is_slowed_by_adam(tiny: ModuleType) -> None:
+    hw = tiny.hardware(down=1e6, up=1e6, adam=tiny.adam_gb_per_s(3.0), dram=1e9, peak=0).replace(shared_memory=True)
+    free = simulate(tiny.profile(hw.replace(shared_memory=False)), tiny.plan()).step_s
+    assert free == pytest.approx(3 + 3 + 1 + 4 + VERDICT_S, abs=1e-3)
+    # 4 Adam threads on 8 cores: while Adam of bucket 0 runs beside forward of layer 0, both run at 1 / 1.5. Forward's
+    # 1 s of work takes 1.5 s, in which Adam does 1 s of its 3.
+    shared = simulate(tiny.profile(hw), tiny.plan()).step_s
+    assert shared == pytest.approx(free + 0.5, abs=1e-3)
+
+
+def test_the_window_is_tidy(tiny: ModuleType) -> None:
+    profile = estimate("bench-3b", micro_batch=4, seq_len=2048, hardware="h200-pcie5")
+    for fields in ({}, {"speculate": "on"}, {"flow_blocks": (3, 9)}, {"cast_down": "cpu", "cast_up": "gpu"}):
+        plan = Plan.model_validate({"micro_batch": 4, "seq_len": 2048, "adam_threads": 12, **fields})
+        trace = simulate(profile, plan)
+        assert min(e.start_s for e in trace.events) == 0.0
+        assert max(e.end_s for e in trace.events) == pytest.approx(trace.window_s)
+        assert trace.window_s >= trace.step_s
+        for lane in ("gpu", "link_down", "link_up", "cpu_adam"):
+            mine = [e for e in trace.events if e.lane == lane]
+            for before, after in itertools.pairwise(mine):
+                assert after.start_s >= before.end_s - 1e-9, (lane, before, after)
+        assert Trace.from_json(trace.to_json()) == trace
+
+
+def test_gpu_time_is_busy_plus_named_stalls() -> None:
+    profile = estimate("bench-3b", micro_batch=4, seq_len=2048, hardware="h200-pcie5")
+    trace = simulate(profile, Plan(micro_batch=4, seq_len=2048, adam_threads=12))
+    stalled = sum(s.duration_s for s in trace.stalls if s.lane == "gpu")
+    assert trace.gpu_busy + stalled / trace.step_s == pytest.approx(1.0, abs=0.01)
+
+
+def test_more_steps_change_nothing(tiny: ModuleType, machine: Hardware) -> None:
+    for plan in (tiny.plan(), tiny.plan(speculate="on"), tiny.plan(flow_blocks=(0, 1)), tiny.plan(retained_buckets=1)):
+        profile = tiny.profile(machine)
+        three, seven = simulate(profile, plan), simulate(profile, plan, steps=7)
+        assert seven.step_s == pytest.approx(three.step_s, rel=1e-9)
+        assert seven.window_s == pytest.approx(three.window_s, rel=1e-9)
+    with pytest.raises(InputError, match="steps = 2"):
+        simulate(tiny.profile(machine), tiny.plan(), steps=2)
+
+
+def test_it_is_deterministic() -> None:
+    profile = estimate("bench-3b", micro_batch=4, seq_len=2048, hardware="gh200")
+    plan = Plan(micro_batch=4, seq_len=2048, adam_threads=65, speculate="on")
+    assert simulate(profile, plan).to_json() == simulate(profile, plan).to_json()
+
+
+def test_auto_is_simulated_as_off_and_says_so() -> None:
+    profile = estimate("smollm2-135m", micro_batch=1, seq_len=512, hardware="gh200")
+    trace = simulate(profile, Plan(micro_batch=1, seq_len=512, adam_threads=65))
+    assert trace.plan.speculate == "off"
+    assert "waits for the gradient norm" in trace.context["speculate"]
+
+
+def random_case(seed: int) -> tuple[Profile, Plan]:
+    rng = random.Random(seed)
+    hw = preset(rng.choice(["gh200", "gh200-quad", "h200-pcie5", "gb200"]))
+    profile = estimate(
+        rng.choice(["smollm2-135m", "paper-1b", "bench-3b"]), micro_batch=rng.choice([1, 4]),
+        seq_len=rng.choice([512, 2048]), hardware=hw,
+    )  # fmt: skip
+    bucket_mb = rng.choice([32.0, 64.0, 200.0])
+    total = len(graph.buckets_of(profile, bucket_mb))
+    plan = Plan(
+        micro_batch=profile.micro_batch, seq_len=profile.seq_len, bucket_mb=bucket_mb,
+        retained_buckets=rng.randint(0, total // 2), cast_down=rng.choice(["fused", "gpu", "cpu"]),
+        cast_up=rng.choice(["fused", "gpu", "cpu"]), speculate=rng.choice(["on", "off"]),
+        adam_threads=rng.choice([8, 16]), activations=rng.choice(["none", "full"]),
+        flow_blocks=tuple(sorted(rng.sample(range(1, 15), rng.choice([0, 0, 3])))),
+        prefetch_blocks=rng.choice([1, 2]), accumulation=rng.choice([1, 2]),
+    )  # fmt: skip
+    return profile, plan
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_step_is_shorter_than_the_load_of_a_lane(seed: int) -> None:
+    profile, plan = random_case(seed)
+    g = graph.build(profile, plan)
+    step = simulator.run(g).step_s
+    for lane in ("gpu", "link_down", "link_up", "cpu_adam"):
+        assert step >= g.load(lane) * (1 - 1e-9), lane  # type: ignore[arg-type]
+    assert step >= sum(op.dram_bytes for op in g.ops) / g.dram_bytes_per_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("scarce_memory", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_more_bandwidth_is_never_slower(seed: int, scarce_memory: bool) -> None:
+    profile, plan = random_case(seed)
+    hw = profile.hardware
+    if not scarce_memory:
+        hw = hw.replace(cpu=hw.cpu.replace(dram_gb_per_s=1e5))
+
+    def faster(c: Curve) -> Curve:
+        return Curve(size_mb=c.size_mb, gb_per_s=tuple(2 * b for b in c.gb_per_s))
+
+    def step(hardware: Hardware) -> float:
+        return simulator.step_seconds(profile.replace(hardware=hardware), plan)
+
+    base = step(hw)
+    adam = tuple(2 * b for b in hw.cpu.adam_gb_per_s)
+    # Where memory is scarce, a faster copy takes more away from Adam while it lasts, which may cost a per cent.
+    link = 1.02 if scarce_memory else 1.001
+    assert step(hw.replace(cpu=hw.cpu.replace(dram_gb_per_s=2 * hw.cpu.dram_gb_per_s))) <= base * 1.001
+    assert step(hw.replace(cpu=hw.cpu.replace(adam_gb_per_s=adam))) <= base * 1.001
+    assert step(hw.replace(link=hw.link.replace(up=faster(hw.link.up)))) <= base * link
+    assert step(hw.replace(link=hw.link.replace(down=faster(hw.link.down)))) <= base * link
+    assert step(hw.replace(link=hw.link.replace(both_gb_per_s=2 * hw.link.both_gb_per_s))) <= base * link
+
+
+def test_a_7b_plan_takes_tens_of_milliseconds() -> None:
+    profile = estimate("llama-7b", micro_batch=4, seq_len=2048, hardware="gh200")
+    plan = Plan(micro_batch=4, seq_len=2048, adam_threads=65)
+    best = float("inf")
+    for _ in range(3):
+        start = time.process_time()
+        simulate(profile, plan)
+        best = min(best, time.process_time() - start)
+    assert best < 0.1, f"{best * 1e3:.0f} ms of CPU time"

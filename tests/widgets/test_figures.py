@@ -1,0 +1,126 @@
+"""Figures are pure functions of records, of a bounded size and with a fixed number of traces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from superoffload.errors import InputError
+from superoffload.memory import Ledger, LedgerItem
+from superoffload.plan import Plan
+from superoffload.profiler import Profile
+from superoffload.tracing import Trace
+from superoffload.widgets import figures, theme, view_models as vm
+from superoffload.widgets.live import same
+from superoffload.widgets.run_panel import plot_loss
+from superoffload.widgets.run_views import read_run
+
+
+def test_timeline_draws_spans_where_the_trace_has_them(trace: Trace) -> None:
+    fig = figures.timeline_figure([vm.timeline(trace)])
+    adam = next(t for t in fig.data if t.name == "Adam on CPU")
+    assert np.allclose(adam.base, [0.071, 0.083, 0.171, 0.183])
+    assert np.allclose(adam.x, 0.012)
+    assert set(adam.y.tolist()) == {3.0}
+    waits = next(t for t in fig.data if t.name == "Waits")
+    assert "queued behind" in waits.hovertext[0].replace("<br>", " ")
+    assert waits.text[0] == "weights of layers.0"
+
+
+def test_the_number_of_traces_is_the_same_for_every_trace(trace: Trace, many_events: Trace) -> None:
+    counts = {len(figures.timeline_figure([vm.timeline(t)]).data) for t in (trace, many_events)}
+    counts.add(len(figures.timeline_figure([vm.timeline(trace), vm.timeline(many_events)]).data))
+    assert len(counts) == 1
+
+
+def test_two_traces_share_each_lane_without_overlap(trace: Trace, make_trace: Callable[..., Trace]) -> None:
+    fig = figures.timeline_figure([vm.timeline(trace), vm.timeline(make_trace(source="measured"))])
+    forward = next(t for t in fig.data if t.name == "Forward")
+    rows = sorted(set(np.round(forward.y, 3).tolist()))
+    assert len(rows) == 2
+    assert rows[1] - rows[0] >= forward.width
+    assert "measured, gh200" in json.dumps(fig.layout.to_plotly_json())
+
+
+def test_drawn_traces_stay_small_on_the_wire(many_events: Trace) -> None:
+    fig = figures.timeline_figure([vm.timeline(many_events)])
+    assert len(fig.to_json()) < 100_000
+
+
+def test_memory_is_drawn_in_percent_of_capacity(trace: Trace) -> None:
+    fig = figures.plot_memory(trace.memory)
+    bars = fig.data[0]
+    assert np.allclose(bars.x[:2], [14 / 96 * 100, 6 / 96 * 100])
+    assert any("20.0 of 96 GB" in a.text for a in fig.layout.annotations)
+    over = Ledger(items=(LedgerItem("gpu", "weights", 192 * 10**9),), gpu_capacity_bytes=96 * 10**9)
+    fig = figures.plot_memory(over)
+    assert fig.layout.xaxis.range[1] > 200
+    assert any("over" in a.text for a in fig.layout.annotations)
+
+
+def test_layer_map_marks_flow_and_retained(small_profile: Profile, trace: Trace) -> None:
+    view = vm.layer_map(small_profile, Plan(bucket_mb=1.0, retained_buckets=2, flow_blocks=(2,)))
+    fig = figures.state_figure(view, vm.memory_rows(trace.memory))
+    on_cpu, on_gpu, buckets, _ = fig.data
+    assert on_gpu.y.tolist() == [2**18, 2**18, 0, 0]
+    assert on_cpu.y.tolist() == [0, 2**18, 2**19, 2**18]
+    assert list(on_cpu.marker.pattern.shape) == ["", "", "/", ""]
+    assert list(buckets.marker.color).count(theme.STATE_COLOURS["gpu"]) == 2
+
+
+def test_plot_timeline_titles_every_trace(trace: Trace, make_trace: Callable[..., Trace]) -> None:
+    assert "modelled, gh200" in figures.plot_timeline(trace).layout.title.text
+    both = figures.plot_timeline([trace, make_trace(source="measured")]).layout.title.text
+    assert "modelled, gh200" in both
+    assert "measured, gh200" in both
+
+
+@pytest.mark.parametrize("colour", sorted({*theme.KIND_COLOURS.values(), *theme.STATE_COLOURS.values()}))
+def test_text_reads_on_every_colour(colour: str) -> None:
+    def luminance(c: str) -> float:
+        channels = [int(c[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in channels]
+        return float(np.dot([0.2126, 0.7152, 0.0722], linear))
+
+    hi, lo = sorted((luminance(colour), luminance(theme.text_on(colour))), reverse=True)
+    assert (hi + 0.05) / (lo + 0.05) >= 4.5
+
+
+def test_same_compares_arrays_by_value_and_type() -> None:
+    assert same({"x": np.array([1.0])}, {"x": np.array([1.0])})
+    assert not same(np.array([1.0], np.float32), np.array([1.0], np.float64))
+    assert not same(np.array([1.0]), [1.0])
+
+
+def test_a_run_folder_becomes_curves(tmp_path: Path, write_run: Callable[..., Path]) -> None:
+    run = write_run(tmp_path / "run", 4, tail='{"step": 5, "lo')
+    view = read_run(run)
+    assert view.steps == (1, 2, 3, 4)
+    assert view.loss == (4.0, 2.0, pytest.approx(4 / 3), 1.0)
+    assert view.smooth_loss[1] == 3.0
+    assert view.verdict_counts == (("clip", 1), ("commit", 3))
+    assert view.unreadable_lines == 1
+    assert view.state == "running"
+    fig = plot_loss(run)
+    assert fig.data[0].y.tolist() == pytest.approx(list(view.loss))
+    assert list(fig.data[2].x) == [2]
+    assert fig.data[3].y.tolist() == [1000, 1001, 1002, 1003]
+
+
+def test_a_resumed_step_counts_once_and_long_runs_are_thinned(tmp_path: Path, write_run: Callable[..., Path]) -> None:
+    run = write_run(tmp_path / "run", 5000, tail=json.dumps({"step": 5000, "loss": 0.5}) + "\n")
+    view = read_run(run)
+    assert view.total_steps == 5000
+    assert len(view.steps) == 2000
+    assert (view.steps[0], view.steps[-1], view.loss[-1]) == (1, 5000, 0.5)
+
+
+def test_a_folder_without_a_run_says_how_to_start_one(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="superoffload train"):
+        read_run(tmp_path)
+    with pytest.raises(InputError, match="not a run folder"):
+        plot_loss(tmp_path / "missing")

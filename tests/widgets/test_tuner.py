@@ -1,0 +1,324 @@
+"""The Tuner driven from Python, with a comm that counts what would go to the browser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import comm
+import pytest
+from comm.base_comm import BaseComm
+
+from superoffload.config import OptimizerConfig, TunedConfig
+from superoffload.errors import InputError
+from superoffload.hardware import Hardware, preset
+from superoffload.plan import Plan
+from superoffload.planner import make_plan
+from superoffload.profiler import Profile, estimate
+from superoffload.simulator import simulate
+from superoffload.tracing import Trace
+from superoffload.widgets import RunPanel, Tuner
+from superoffload.widgets.session import Session
+
+Sent = list[tuple[str, int]]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """Every message to the front end as (type, bytes)."""
+    out: Sent = []
+
+    class Counting(BaseComm):
+        def publish_msg(self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **_: Any) -> None:
+            size = len(json.dumps(data, default=str)) + sum(memoryview(b).nbytes for b in buffers or ())
+            out.append((msg_type, size))
+
+    monkeypatch.setattr(comm, "create_comm", Counting)
+    return out
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return estimate("llama-7b", micro_batch=4, seq_len=2048, hardware="gh200")
+
+
+@pytest.fixture
+def tuner(profile: Profile, sent: Sent) -> Iterator[Tuner]:
+    t = Tuner(profile, autosave=False)
+    sent.clear()
+    yield t
+    t.close_all()
+
+
+def text(t: Tuner) -> str:
+    return str(t.messages.value)
+
+
+def test_a_knob_changes_plan_trace_and_config_together(tuner: Tuner) -> None:
+    seen: list[tuple[str, Any]] = []
+    tuner.observe(lambda c: seen.append((c["name"], c["owner"].plan == c["owner"].trace.plan.replace(
+        speculate=c["owner"].plan.speculate, reasons=c["owner"].plan.reasons))), names=["plan", "trace", "config"])  # fmt: skip
+    before = tuner.trace.step_s
+    tuner.controls.retained.value = 0
+    assert tuner.plan.retained_buckets == 0
+    assert tuner.trace.step_s > before, "without retained buckets the step must be longer"
+    assert tuner.config.plan == tuner.plan
+    assert {name for name, _ in seen} == {"plan", "trace", "config"}
+    assert all(consistent for _, consistent in seen), "an observer saw a plan and a trace that do not belong together"
+    assert tuner.trace == simulate(tuner.session.profile, tuner.plan)
+
+
+def test_one_edit_is_few_small_messages(tuner: Tuner, sent: Sent) -> None:
+    tuner.controls.bucket.value = 32.0
+    sizes = [n for _, n in sent]
+    assert sizes, "nothing reached the front end"
+    assert max(sizes) < 100_000
+    assert sum(sizes) < 150_000
+    assert len(sizes) < 40
+
+
+def test_an_edit_that_changes_nothing_sends_no_figure(tuner: Tuner, sent: Sent) -> None:
+    tuner.session.edit(adam_threads=tuner.plan.adam_threads)
+    tuner._refresh()
+    assert sum(n for _, n in sent) < 5_000
+
+
+def test_plan_can_be_set_from_another_cell(tuner: Tuner, profile: Profile) -> None:
+    plan = make_plan(profile, retained_buckets=5, bucket_mb=128.0, check=False)
+    tuner.plan = plan
+    assert tuner.controls.retained.value == 5
+    assert tuner.controls.bucket.value == 128.0
+    assert tuner.trace.plan.bucket_mb == 128.0
+
+
+def test_config_can_be_set_and_its_optimizer_is_kept(tuner: Tuner) -> None:
+    config = tuner.config.replace(
+        plan=tuner.plan.replace(retained_buckets=7), optimizer=OptimizerConfig(lr=3e-4, max_grad_norm=None)
+    )
+    tuner.config = config
+    assert tuner.plan.retained_buckets == 7
+    assert tuner.config.optimizer == config.optimizer
+    with pytest.raises(InputError, match="tuned for the model"):
+        tuner.config = config.replace(model=config.model.replace(fingerprint="another", name="other"))
+    assert tuner.config.model.name == "llama-7b"
+
+
+def test_flow_by_slider_text_and_click_are_equal(tuner: Tuner) -> None:
+    tuner.controls.flow.value = 4
+    assert tuner.plan.flow_blocks == (5, 13, 21, 29)
+    tuner.controls.flow_which.value = "1-3, 9"
+    assert tuner.plan.flow_blocks == (1, 2, 3, 9)
+
+    class Points:
+        point_inds = (9,)
+
+    tuner._layer_clicked(None, Points, None)
+    assert tuner.plan.flow_blocks == (1, 2, 3)
+    assert tuner.controls.flow_which.value == "1-3"
+    assert tuner.controls.flow.value == 3
+    Points.point_inds = (len(tuner.session.buckets) - 1,)
+    tuner._bucket_clicked(None, Points, None)
+    assert tuner.plan.retained_buckets == 1
+
+
+@pytest.mark.parametrize(("typed", "said"), [("0-3", "block 0 cannot flow"), ("x", "not a block number"), ("99", "block 99")])
+def test_a_wrong_block_is_explained_and_the_knob_goes_back(tuner: Tuner, typed: str, said: str) -> None:
+    tuner.controls.flow_which.value = typed
+    assert said in text(tuner)
+    assert 'role="alert"' in text(tuner)
+    assert tuner.plan.flow_blocks == ()
+    assert tuner.controls.flow_which.value == ""
+    tuner.controls.retained.value = 3
+    assert said not in text(tuner)
+
+
+def test_a_broken_callback_is_shown_and_the_dashboard_lives(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Trace:
+        raise ZeroDivisionError("a <defect> of ours")
+
+    before = tuner.plan
+    with monkeypatch.context() as patch:
+        patch.setattr(tuner.session, "_simulate", broken)
+        tuner.controls.retained.value = 1
+    assert "ZeroDivisionError" in text(tuner)
+    assert "a &lt;defect&gt; of ours" in text(tuner)
+    assert "Traceback" in text(tuner)
+    assert tuner.plan == before
+    assert tuner.controls.retained.value == before.retained_buckets
+    tuner.controls.retained.value = 2
+    assert tuner.plan.retained_buckets == 2
+    assert text(tuner) == ""
+
+
+def test_a_plan_that_does_not_fit_says_why_and_what_would(profile: Profile, sent: Sent) -> None:
+    big = estimate("llama-70b", micro_batch=4, seq_len=2048, hardware="gh200")
+    t = Tuner(big, autosave=False)
+    assert not t.trace.memory.fits
+    assert "memory" in text(t)
+    assert 'role="alert"' in text(t)
+    t.close_all()
+
+
+def test_micro_batch_estimates_again(tuner: Tuner) -> None:
+    tuner.controls.batch.value = 8
+    assert (tuner.session.profile.micro_batch, tuner.plan.micro_batch) == (8, 8)
+    assert tuner.trace.tokens_per_step == 8 * 2048
+
+
+def test_a_measured_profile_fixes_its_shape_with_a_sentence(small_profile: Profile, sent: Sent) -> None:
+    t = Tuner(small_profile, autosave=False)
+    assert t.controls.batch.disabled
+    assert t.controls.sequence.disabled
+    assert "profile again" in t.controls.knobs["seq_len"].why.value
+    with pytest.raises(InputError, match="profile again"):
+        t.plan = t.plan.replace(seq_len=256)
+    t.machine.value = "h200-pcie5"
+    assert (t.trace.source, t.trace.hardware) == ("modelled", "h200-pcie5")
+    assert "scaled by" in t._foot.value
+    t.close_all()
+
+
+def test_another_machine_keeps_what_was_set_by_hand(tuner: Tuner) -> None:
+    tuner.controls.down.value = "cpu"
+    tuner.machine.value = "h200-pcie5"
+    assert tuner.trace.hardware == "h200-pcie5"
+    assert tuner.plan.cast_down == "cpu"
+    assert "cast_down" not in tuner.plan.reasons
+    assert "adam_threads" in tuner.plan.reasons
+    assert tuner.plan.adam_threads <= preset("h200-pcie5").cpu.cores
+    assert tuner.config.hardware.name == "h200-pcie5"
+    tuner.undo.click()
+    assert (tuner.machine.value, tuner.trace.hardware) == ("gh200", "gh200")
+
+
+def test_auto_hands_one_knob_back(tuner: Tuner) -> None:
+    chosen = tuner.plan.retained_buckets
+    tuner.controls.retained.value = chosen + 9
+    knob = tuner.controls.knobs["retained_buckets"]
+    assert "set by hand" in knob.why.value
+    assert knob.auto.layout.display is None
+    knob.auto.click()
+    assert tuner.plan.retained_buckets == chosen
+    assert "retained_buckets" in tuner.plan.reasons
+    assert knob.auto.layout.display == "none"
+
+
+def test_undo_and_redo_walk_through_edits(tuner: Tuner) -> None:
+    start = tuner.plan
+    tuner.controls.retained.value = 1
+    tuner.controls.retained.value = 2  # the same slider: one edit
+    tuner.controls.up.value = "cpu"
+    tuner.undo.click()
+    assert (tuner.plan.cast_up, tuner.plan.retained_buckets) == (start.cast_up, 2)
+    tuner.undo.click()
+    assert tuner.plan == start
+    assert tuner.undo.disabled
+    tuner.redo.click()
+    assert tuner.plan.retained_buckets == 2
+    tuner.controls.threads.value = 3
+    assert tuner.redo.disabled
+
+
+def test_baseline_gives_differences(tuner: Tuner) -> None:
+    assert "%" not in tuner._cards.value.split("Tokens/s")[0]
+    tuner.pin.click()
+    tuner.controls.retained.value = 0
+    assert "so-worse" in tuner._cards.value
+    tuner.pin.click()
+    assert "so-worse" not in tuner._cards.value
+
+
+def test_every_number_says_modelled_and_for_what(tuner: Tuner) -> None:
+    assert tuner._cards.value.count("modelled, gh200") == 5
+    assert "modelled for gh200" in tuner._foot.value
+
+
+def test_export_writes_what_the_panel_shows(tuner: Tuner, tmp_path: Path) -> None:
+    tuner.export.value = True
+    panel = tuner.export_panel
+    assert panel is not None
+    panel.path.value = str(tmp_path / "my tuned.json")
+    panel.lr.value, panel.clip.value, panel.steps.value = 2e-4, 0.0, 50
+    panel.write.click()
+    config = TunedConfig.load(tmp_path / "my tuned.json")
+    assert config == tuner.config
+    assert (config.optimizer.lr, config.optimizer.max_grad_norm, config.training.steps) == (2e-4, None, 50)
+    assert config.plan == tuner.plan
+    assert f"superoffload train --config '{tmp_path}/my tuned.json' --data DATA.txt --out run/" == panel.command()
+    panel.path.value = str(tmp_path)
+    panel.write.click()
+    assert "is a folder" in panel.messages.value
+    panel.path.value, panel.steps.value = str(tmp_path / "other.json"), 0
+    panel.write.click()
+    assert "steps" in panel.messages.value
+    assert not (tmp_path / "other.json").exists()
+
+
+def test_autosave_and_restore(profile: Profile, sent: Sent, tmp_path: Path) -> None:
+    path = tmp_path / "session.json"
+    t = Tuner(profile, autosave=path)
+    t.pin.click()
+    t.controls.retained.value = 11
+    t.machine.value = "gb200"
+    again = Tuner.restore(path)
+    assert again.plan == t.plan
+    assert again.trace == t.trace
+    assert again.session.baseline == t.session.baseline
+    assert again.machine.value == "gb200"
+    with pytest.raises(InputError, match="no such file"):
+        Tuner.restore(tmp_path / "missing.json")
+    t.close_all()
+
+
+def test_a_place_that_cannot_be_written_does_not_stop_the_tuning(profile: Profile, sent: Sent, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    t = Tuner(profile, autosave=tmp_path / "file" / "session.json")
+    t.controls.retained.value = 3
+    assert t.plan.retained_buckets == 3
+    assert "could not be written" in text(t)
+    t.close_all()
+
+
+def test_wrong_arguments_say_what_is_expected() -> None:
+    with pytest.raises(InputError, match="a Profile or a torch model"):
+        Tuner("llama-7b")  # type: ignore[arg-type]
+
+
+def test_a_reopened_view_gets_the_present_data(tuner: Tuner) -> None:
+    before = tuner.timeline.get_state()["_widget_data"]
+    tuner.controls.retained.value = 0
+    after = tuner.timeline.get_state()["_widget_data"]
+    names = [t["name"] for t in after]
+    adam = names.index("Adam on CPU")
+    assert after[adam]["x"]["shape"] != before[adam]["x"]["shape"] or bytes(after[adam]["x"]["buffer"]) != bytes(
+        before[adam]["x"]["buffer"]
+    )
+
+
+def test_the_theme_reaches_the_figures(tuner: Tuner) -> None:
+    light = tuner.timeline.layout.font.color
+    tuner._bridge.theme = "dark"
+    assert tuner.timeline.layout.font.color != light
+    assert tuner.timeline.layout.paper_bgcolor == "rgba(0,0,0,0)"
+
+
+def test_session_refuses_a_plan_of_another_shape(small_profile: Profile, gh200: Hardware) -> None:
+    with pytest.raises(InputError, match="256"):
+        Session(small_profile, Plan(micro_batch=2, seq_len=256))
+
+
+def test_run_panel_follows_a_folder(tmp_path: Path, sent: Sent, write_run: Callable[..., Path]) -> None:
+    panel = RunPanel(tmp_path / "run")
+    assert "superoffload train" in panel.messages.value
+    write_run(tmp_path / "run", 3)
+    panel.refresh()
+    assert panel.figure is not None
+    assert "step 3 of 10" in panel.head.value
+    write_run(tmp_path / "run", 6)
+    sent.clear()
+    panel.refresh()
+    assert panel.figure.data[0].x.tolist() == [1, 2, 3, 4, 5, 6]
+    assert max(n for _, n in sent) < 100_000
+    panel.close()

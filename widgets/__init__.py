@@ -1,0 +1,24 @@
+"""Dashboards for Jupyter: tune a plan, look at the two processors, follow a run.
+
+    from superoffload.widgets import Tuner, RunPanel, plot_timeline, plot_memory, plot_loss
+"""
+
+from __future__ import annotations
+
+from superoffload.errors import MissingDependency
+
+try:
+    import anywidget  # noqa: F401
+    import ipywidgets  # noqa: F401
+    import plotly  # noqa: F401
+except ModuleNotFoundError as e:
+    raise MissingDependency(
+        f'superoffload.widgets needs "{e.name}", which is not installed',
+        remedy="Install it: pip install 'superoffload[lab]'",
+    ) from e
+
+from superoffload.widgets.figures import plot_memory, plot_timeline
+from superoffload.widgets.run_panel import RunPanel, plot_loss
+from superoffload.widgets.tuner import Tuner
+
+__all__ = ["RunPanel", "Tuner", "plot_loss", "plot_memory", "plot_timeline"]

@@ -1,0 +1,195 @@
+"""The knobs: one control per field of the plan, with the reason of its present value below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ipywidgets as W
+
+from superoffload.errors import InputError
+from superoffload.plan import CASTS, Plan
+from superoffload.widgets.parts import escape
+from superoffload.widgets.session import Session
+
+BUCKET_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+SEQUENCES = tuple(2**i for i in range(7, 20))
+ACCUMULATIONS = (1, 2, 4, 8, 16, 32, 64)
+CAST_TITLES = {"gpu": "on the GPU (fp32 crosses)", "cpu": "separate CPU pass", "fused": "fused into CPU Adam"}
+SPECULATE_TITLES = {"auto": "auto", "on": "on: before the norm", "off": "off: waits for norm"}
+ACTIVATION_TITLES = {"full": "recompute all", "none": "keep all"}
+
+
+class Knob(W.VBox):  # type: ignore[misc]
+    """A control, the button that hands it back to the cost model, and one line of why."""
+
+    def __init__(self, field: str, control: W.Widget, choose: Callable[[str], None]):
+        self.field, self.control = field, control
+        self.why = W.HTML(layout=W.Layout(flex="1 1 0", min_width="0", margin="0", overflow="hidden"))
+        self.why.add_class("so-why")
+        self.auto = W.Button(description="auto", tooltip=f"Let the cost model choose {field}", layout=W.Layout(width="auto"))
+        self.auto.add_class("so-auto")
+        self.auto.on_click(lambda _: choose(field))
+        below = W.HBox([self.why, self.auto], layout=W.Layout(width="100%", height="15px", align_items="center"))
+        below.add_class("so-below")
+        control.layout.width, control.layout.margin = "100%", "0"
+        super().__init__([control, below], layout=W.Layout(width="100%", margin="0 0 1px 0", overflow="hidden"))
+
+    def explain(self, plan: Plan, fixed: str | None) -> None:
+        """Show where the value comes from."""
+        reason = plan.reasons.get(self.field)
+        text = fixed or reason or "set by hand"
+        lead = "" if fixed or not reason else "<b>auto</b> "
+        self.why.value = f'<span title="{escape(text)}">{lead}{escape(text)}</span>'
+        self.auto.layout.display = None if not fixed and not reason else "none"
+        if bool(self.control.disabled) != bool(fixed):
+            self.control.disabled = bool(fixed)
+
+
+class Controls(W.VBox):  # type: ignore[misc]
+    """All knobs of a plan; calls ``on_edit(field=value)`` when a person turns one, and ``on_choose(field)``."""
+
+    def __init__(self, session: Session, on_edit: Callable[..., None], on_choose: Callable[[str], None]):
+        self._session, self._on_edit, self._quiet = session, on_edit, False
+        layers = sum(b.kind == "layer" for b in session.profile.blocks)
+        slider = {"style": {"description_width": "88px"}, "continuous_update": True}
+        drop = {"style": {"description_width": "88px"}}
+
+        def layout() -> W.Layout:
+            return W.Layout(width="100%", margin="0")
+
+        self.flow = W.IntSlider(0, 0, layers, description="Flow blocks", layout=layout(), **slider)
+        self.flow_which = W.Text(
+            description="which", placeholder="none: all weights stay on the GPU", continuous_update=False,
+            layout=layout(), style={"description_width": "88px"},
+            tooltip="Block numbers: 1-4, 9. The same as clicking the layer map.",
+        )  # fmt: skip
+        self.retained = W.IntSlider(0, 0, 1, description="Retained", layout=layout(), **slider)
+        self.bucket = W.SelectionSlider(options=[1.0], description="Bucket MiB", layout=layout(), **slider)
+        self.down = W.Dropdown(options=[(CAST_TITLES[c], c) for c in CASTS], description="Cast down", layout=layout(), **drop)
+        self.up = W.Dropdown(options=[(CAST_TITLES[c], c) for c in CASTS], description="Cast up", layout=layout(), **drop)
+        self.speculate = W.Dropdown(
+            options=[(t, v) for v, t in SPECULATE_TITLES.items()], description="Speculation", layout=layout(), **drop
+        )
+        self.threads = W.IntSlider(1, 1, 1, description="Adam threads", layout=layout(), **slider)
+        self.activations = W.Dropdown(
+            options=[(t, v) for v, t in ACTIVATION_TITLES.items()], description="Activations", layout=layout(), **drop
+        )
+        self.batch = W.SelectionSlider(options=[1], description="Micro-batch", layout=layout(), **slider)
+        self.sequence = W.SelectionSlider(options=[1], description="Sequence", layout=layout(), **slider)
+        self.accumulation = W.SelectionSlider(options=[1], description="Accumulate", layout=layout(), **slider)
+        self.knobs = {
+            k.field: k
+            for k in (
+                Knob("flow_blocks", self.flow, on_choose),
+                Knob("retained_buckets", self.retained, on_choose),
+                Knob("bucket_mb", self.bucket, on_choose),
+                Knob("cast_down", self.down, on_choose),
+                Knob("cast_up", self.up, on_choose),
+                Knob("speculate", self.speculate, on_choose),
+                Knob("adam_threads", self.threads, on_choose),
+                Knob("activations", self.activations, on_choose),
+                Knob("micro_batch", self.batch, on_choose),
+                Knob("seq_len", self.sequence, on_choose),
+                Knob("accumulation", self.accumulation, on_choose),
+            )
+        }
+        rows = list(self.knobs.values())
+        super().__init__([rows[0], self.flow_which, *rows[1:]], layout=W.Layout(width="292px", flex="0 0 292px"))
+        self.add_class("so-knobs")
+        for field, knob in self.knobs.items():
+            knob.control.observe(lambda change, f=field: self._edited(f, change["new"]), names="value")
+        self.flow_which.observe(lambda change: self._edited("which", change["new"]), names="value")
+        self.show_plan()
+
+    def _edited(self, field: str, value: Any) -> None:
+        if self._quiet:
+            return
+        if field == "flow_blocks":
+            value = evenly(self._layers(), value)
+        elif field == "which":
+            field = "flow_blocks"
+            # Parsed by the callee's guard: a typing error is shown like any other error.
+            self._on_edit(**{field: value})
+            return
+        self._on_edit(**{field: value})
+
+    def _layers(self) -> tuple[int, ...]:
+        return tuple(i for i, b in enumerate(self._session.profile.blocks) if b.kind == "layer")
+
+    def show_plan(self) -> None:
+        """Set every control to the session's plan, its limits to the model and machine, and explain the values."""
+        s, p = self._session, self._session.plan
+        self._quiet = True
+        try:
+            _set(self.flow, len(p.flow_blocks))
+            _set(self.flow_which, format_blocks(p.flow_blocks))
+            _range(self.retained, p.retained_buckets, 0, len(s.buckets))
+            _options(self.bucket, BUCKET_MB, p.bucket_mb, lambda v: f"{v:g}")
+            _set(self.down, p.cast_down)
+            _set(self.up, p.cast_up)
+            _set(self.speculate, p.speculate)
+            _range(self.threads, p.adam_threads, 1, s.hardware.cpu.cores)
+            _set(self.activations, p.activations)
+            _options(self.batch, MICRO_BATCHES, p.micro_batch, str)
+            _options(self.sequence, SEQUENCES, p.seq_len, lambda v: f"{v:,}")
+            _options(self.accumulation, ACCUMULATIONS, p.accumulation, str)
+            for field, knob in self.knobs.items():
+                knob.explain(p, s.why_fixed(field))
+        finally:
+            self._quiet = False
+
+
+def _set(control: W.Widget, value: Any) -> None:
+    if control.value != value:
+        control.value = value
+
+
+def _range(slider: W.IntSlider, value: int, low: int, high: int) -> None:
+    """Set value and limits at once: a browser that sees a limit alone clamps the value and sends it back as an edit."""
+    if (slider.min, slider.max, slider.value) != (low, high, value):
+        with slider.hold_sync(), slider.hold_trait_notifications():
+            slider.min, slider.max, slider.value = low, max(high, low), value
+
+
+def _options(slider: W.SelectionSlider, usual: tuple[Any, ...], value: Any, title: Callable[[Any], str]) -> None:
+    """Offer the usual values and the present one, whatever it is."""
+    wanted = tuple((title(v), v) for v in sorted({*usual, value}))
+    if tuple(slider.options) != wanted:
+        slider.options = wanted
+    _set(slider, value)
+
+
+def evenly(layers: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Choose `count` of `layers` at equal distances, so that each fetch has the longest time to hide."""
+    n = len(layers)
+    return tuple(layers[(2 * i + 1) * n // (2 * count)] for i in range(min(count, n)))
+
+
+def format_blocks(blocks: tuple[int, ...]) -> str:
+    """Write block numbers as ranges: ``(1, 2, 3, 9) -> "1-3, 9"``."""
+    runs: list[list[int]] = []
+    for b in sorted(blocks):
+        if runs and b == runs[-1][-1] + 1:
+            runs[-1].append(b)
+        else:
+            runs.append([b])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def parse_blocks(text: str, allowed: tuple[int, ...]) -> tuple[int, ...]:
+    """Read what `format_blocks` writes. Raises InputError for anything else or a block that may not flow."""
+    chosen: set[int] = set()
+    for part in filter(None, (p.strip() for p in text.replace(";", ",").split(","))):
+        ends = [e.strip() for e in part.split("-")]
+        if len(ends) > 2 or not all(e.isdigit() for e in ends):
+            raise InputError(f'"{part}" is not a block number or a range of them', expected="for example 1-4, 9")
+        chosen.update(range(int(ends[0]), int(ends[-1]) + 1))
+    wrong = sorted(chosen - set(allowed))
+    if wrong:
+        raise InputError(
+            f"block {wrong[0]} cannot flow", expected=f"transformer layers: {format_blocks(allowed)}",
+            remedy="Embedding and head stay on the GPU",
+        )  # fmt: skip
+    return tuple(sorted(chosen))

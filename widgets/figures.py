@@ -1,0 +1,393 @@
+"""Pure functions from view records to plotly figures.
+
+Each picture is first a `Spec`, plain dictionaries as plotly's JSON has them: making them costs a tenth of making a
+`go.Figure`, and a live figure needs no more to be updated in place. The number of traces never depends on the data.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from superoffload.memory import Ledger
+from superoffload.tracing import LANE_TITLES, LANES, Trace
+from superoffload.units import GB, format_bytes, format_count
+from superoffload.widgets import view_models as vm
+from superoffload.widgets.theme import GREY, KIND_COLOURS, PAPER, STATE_COLOURS, Theme, memory_colour, text_on
+
+if TYPE_CHECKING:
+    from superoffload.widgets.run_views import RunView
+
+Spec = dict[str, Any]
+"""``{"data": [traces], "layout": {...}}``."""
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+LANE_HEIGHT = 0.72
+MEMORY_PIXELS = 400
+"""Least width at which the memory bars are drawn: a segment carries its name where it has room for it."""
+
+
+def _base(theme: Theme, height: int, **layout: Any) -> dict[str, Any]:
+    return {
+        "height": height,
+        "autosize": True,
+        "paper_bgcolor": theme.paper,
+        "plot_bgcolor": theme.paper,
+        "font": {"family": FONT, "size": 11, "color": theme.text},
+        "hoverlabel": {"font": {"family": FONT, "size": 11}, "align": "left"},
+        "showlegend": False,
+        "dragmode": "zoom",
+        **layout,
+    }
+
+
+def _bar(**properties: Any) -> Spec:
+    return {"type": "bar", **properties}
+
+
+def _scatter(**properties: Any) -> Spec:
+    return {"type": "scatter", **properties}
+
+
+def _wrap(text: str, width: int = 60) -> str:
+    return "<br>".join(textwrap.wrap(text, width))
+
+
+def timeline_figure(
+    views: Sequence[vm.TimelineView], *, theme: Theme = PAPER, height: int = 300, legend: bool = True
+) -> go.Figure:
+    """Draw one or more traces on the five lanes; see `timeline_spec`."""
+    return go.Figure(timeline_spec(views, theme=theme, height=height, legend=legend))
+
+
+def timeline_spec(
+    views: Sequence[vm.TimelineView], *, theme: Theme = PAPER, height: int = 300, legend: bool = True
+) -> Spec:
+    """Draw one or more traces on the five lanes; several share each lane, the first on top, on one time axis.
+
+    One bar trace per kind of span and one for the waits, all in seconds.
+    """
+    n = max(1, len(views))
+    part = LANE_HEIGHT / n
+
+    def rows(lane: Sequence[int], view: int) -> Any:
+        return np.asarray(lane, dtype=np.float32) + np.float32((view - (n - 1) / 2) * part)
+
+    data: list[Spec] = []
+    stalls = [(i, s) for i, v in enumerate(views) for s in v.stalls]
+    data.append(
+        _bar(
+            name="Waits",
+            orientation="h",
+            base=np.asarray([s.start_s for _, s in stalls], dtype=np.float32),
+            x=np.asarray([s.duration_s for _, s in stalls], dtype=np.float32),
+            y=np.asarray([rows([s.lane], i)[0] for i, s in stalls], dtype=np.float32),
+            width=part * 0.94,
+            text=[s.waits_for for _, s in stalls],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            constraintext="both",
+            textfont={"color": theme.text, "size": 10},
+            hovertext=[_wrap(s.cause) for _, s in stalls],
+            hovertemplate="<b>Wait</b> of %{x:.3s}s<br>%{hovertext}<extra></extra>",
+            marker={
+                "color": "rgba(0,0,0,0)",
+                "line": {"width": 0},
+                "pattern": {"shape": "/", "fgcolor": theme.stall, "bgcolor": "rgba(0,0,0,0)", "size": 5, "solidity": 0.16},
+            },
+            legendrank=2000,
+            showlegend=True,
+        )
+    )  # fmt: skip
+    for kind, title in vm.KIND_TITLES.items():
+        groups = [(i, g) for i, v in enumerate(views) for g in v.groups if g.kind == kind]
+        data.append(
+            _bar(
+                name=title,
+                orientation="h",
+                base=np.asarray([t for _, g in groups for t in g.start_s], dtype=np.float32),
+                x=np.asarray([t for _, g in groups for t in g.duration_s], dtype=np.float32),
+                y=np.concatenate([rows(g.lane, i) for i, g in groups]) if groups else np.zeros(0, np.float32),
+                width=part * 0.94,
+                hovertext=[label for _, g in groups for label in g.label],
+                customdata=np.asarray([b for _, g in groups for b in g.nbytes], dtype=np.float32),
+                hovertemplate=f"<b>{title}</b> %{{hovertext}}<br>%{{x:.3s}}s from %{{base:.4s}}s"
+                + ("<br>%{customdata:.3s}B" if any(any(g.nbytes) for _, g in groups) else "")
+                + "<extra></extra>",
+                marker={"color": _kind_colour(kind, theme), "line": {"width": 0}},
+                showlegend=bool(groups),
+            )
+        )
+    length = max((v.window_s for v in views), default=1.0) or 1.0
+    shapes: list[dict[str, Any]] = [
+        {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": i - 0.44, "y1": i + 0.44, "layer": "below",
+         "line": {"width": 0}, "fillcolor": theme.lane}
+        for i in range(len(LANES))
+    ]  # fmt: skip
+    starts = views[0].step_starts_s if views else ()
+    shapes += [
+        {"type": "line", "x0": t, "x1": t, "yref": "paper", "y0": 0, "y1": 1,
+         "line": {"width": 1, "dash": "dot", "color": theme.muted}}
+        for t in starts
+    ]  # fmt: skip
+    notes = [
+        {"x": t, "y": 1, "yref": "paper", "yanchor": "bottom", "xanchor": "left", "showarrow": False,
+         "text": f"step {k + 1}", "font": {"size": 10, "color": theme.muted}}
+        for k, t in enumerate(starts)
+        if t < 0.93 * length
+    ]  # fmt: skip
+    if n > 1:
+        notes.append(
+            {"x": 1, "y": 1, "xref": "paper", "yref": "paper", "yanchor": "bottom", "xanchor": "right",
+             "showarrow": False, "font": {"size": 10, "color": theme.muted},
+             "text": "in each lane from the top: " + "; ".join(v.label for v in views)}
+        )  # fmt: skip
+    layout = _base(
+        theme,
+        height,
+        barmode="overlay",
+        bargap=0,
+        margin={"l": 88, "r": 8, "t": 16, "b": 66 if legend else 20},
+        shapes=shapes,
+        annotations=notes,
+        uniformtext={"minsize": 9, "mode": "hide"},
+        xaxis={"range": [0, length * 1.002], "tickformat": ".3~s", "ticksuffix": "s", "gridcolor": theme.grid, "zeroline": False,
+               "tickfont": {"color": theme.muted, "size": 10}},
+        yaxis={"range": [len(LANES) - 0.5, -0.5], "tickvals": list(range(len(LANES))), "showgrid": False,
+               "ticktext": [LANE_TITLES[x] for x in LANES], "zeroline": False, "fixedrange": True, "ticks": "outside",
+               "ticklen": 5, "tickcolor": "rgba(0,0,0,0)"},
+        showlegend=legend,
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 0, "yref": "container", "yanchor": "bottom",
+                "font": {"size": 10, "color": theme.text}, "itemsizing": "constant", "tracegroupgap": 0,
+                "bgcolor": "rgba(0,0,0,0)"},
+    )  # fmt: skip
+    return {"data": data, "layout": layout}
+
+
+def _kind_colour(kind: str, theme: Theme) -> str:
+    return theme.text if kind == "undo" else KIND_COLOURS[kind]
+
+
+def layer_traces(view: vm.LayerMap, theme: Theme) -> list[Spec]:
+    """Two stacked bars per block: state updated on the CPU and state retained on the GPU; hatched where it flows."""
+    index = np.asarray([b.index for b in view.blocks], dtype=np.int16)
+    kept = np.asarray([b.retained_params for b in view.blocks], dtype=np.float64)
+    rest = np.asarray([b.params for b in view.blocks], dtype=np.float64) - kept
+    flow = ["/" if b.flow else "" for b in view.blocks]
+    text = [
+        f"{b.index}: {b.name}<br>{format_count(b.params)} parameters, "
+        + ("weights flow from CPU memory" if b.flow else "weights stay on the GPU")
+        + f"<br>optimizer state {b.retained_params / max(1, b.params) * 100:.0f} % on the GPU"
+        for b in view.blocks
+    ]
+    traces = []
+    for name, values, colour in (("State on CPU", rest, STATE_COLOURS["cpu"]), ("State on GPU", kept, STATE_COLOURS["gpu"])):
+        traces.append(
+            _bar(
+                name=name, x=index, y=values, hovertext=text, hovertemplate="%{hovertext}<extra></extra>",
+                marker={"color": colour, "line": {"width": 0},
+                        "pattern": {"shape": flow, "fgcolor": theme.text, "size": 6, "solidity": 0.28, "fillmode": "overlay"}},
+            )
+        )  # fmt: skip
+    return traces
+
+
+def bucket_trace(view: vm.LayerMap, theme: Theme) -> Spec:
+    """One narrow bar per bucket in backward-completion order; the retained ones stand at the end."""
+    n = len(view.bucket_params)
+    cpu = n - view.retained_buckets
+    return _bar(
+        name="Buckets",
+        x=np.arange(n, dtype=np.int32),
+        y=np.asarray(view.bucket_params, dtype=np.float32),
+        width=0.8 if n <= 150 else 1.0,
+        marker={"color": [STATE_COLOURS["cpu"]] * cpu + [STATE_COLOURS["gpu"]] * (n - cpu), "line": {"width": 0}},
+        hovertemplate="bucket %{x}<br>%{y:.3s} parameters<extra></extra>",
+    )
+
+
+def memory_trace(rows: Sequence[vm.MemoryRow], theme: Theme) -> tuple[Spec, list[dict[str, Any]], float]:
+    """One trace of stacked segments in percent of each place's capacity, its annotations, and the reach of the axis."""
+    columns: dict[str, list[Any]] = {k: [] for k in ("x", "base", "y", "text", "hover", "colour", "ink")}
+    notes: list[dict[str, Any]] = []
+    scales = [100.0 / (r.capacity or max(1, r.total)) for r in rows]
+    reach = max([100.0, *(r.total * k for r, k in zip(rows, scales, strict=True))])
+    for i, (r, scale) in enumerate(zip(rows, scales, strict=True)):
+        for s in r.segments:
+            columns["x"].append(s.nbytes * scale)
+            columns["base"].append(s.start * scale)
+            columns["y"].append(i)
+            columns["text"].append(s.name if s.nbytes * scale / reach * MEMORY_PIXELS > 6 * len(s.name) else "")
+            columns["hover"].append(f"<b>{r.title}</b>: {s.name}<br>{format_bytes(s.nbytes)}")
+            columns["colour"].append(memory_colour(s.name))
+            columns["ink"].append(text_on(memory_colour(s.name)))
+    trace = _bar(
+        name="Memory",
+        orientation="h",
+        x=np.asarray(columns["x"], dtype=np.float32),
+        base=np.asarray(columns["base"], dtype=np.float32),
+        y=np.asarray(columns["y"], dtype=np.int8),
+        width=0.74,
+        text=columns["text"],
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        constraintext="none",
+        textfont={"size": 10, "color": columns["ink"]},
+        hovertext=columns["hover"],
+        hovertemplate="%{hovertext}<extra></extra>",
+        marker={"color": columns["colour"], "line": {"width": 1, "color": theme.paper if theme.paper != "rgba(0,0,0,0)" else theme.grid}},
+    )  # fmt: skip
+    for i, r in enumerate(rows):
+        of = f" of {r.capacity / GB:,.0f} GB" if r.capacity and r.place != "pinned" else " GB"
+        text = f"{r.total / GB:,.1f}{of}"
+        notes.append(
+            {"x": 1.0, "xref": "paper", "xanchor": "left", "xshift": 6, "y": i, "showarrow": False, "align": "left",
+             "text": f"<b>{text} over</b>" if r.over else text,
+             "font": {"size": 10, "color": theme.warn if r.over else theme.text}}
+        )  # fmt: skip
+    return trace, notes, reach
+
+
+def state_figure(
+    layers: vm.LayerMap, rows: Sequence[vm.MemoryRow], *, theme: Theme = PAPER, height: int = 260
+) -> go.Figure:
+    """Layer map, bucket strip and memory bars; see `state_spec`."""
+    return go.Figure(state_spec(layers, rows, theme=theme, height=height))
+
+
+def state_spec(
+    layers: vm.LayerMap, rows: Sequence[vm.MemoryRow], *, theme: Theme = PAPER, height: int = 260
+) -> Spec:
+    """Layer map, bucket strip and memory bars in one figure of four traces, since live figures are costly."""
+    memory, notes, reach = memory_trace(rows, theme)
+    blocks, buckets = layer_traces(layers, theme), bucket_trace(layers, theme)
+    buckets.update(xaxis="x2", yaxis="y2")
+    memory.update(xaxis="x3", yaxis="y3")
+    for note in notes:
+        note["yref"] = "y3"
+    plain = {"showgrid": False, "zeroline": False, "fixedrange": True, "showticklabels": False, "ticks": ""}
+    n, nb = len(layers.blocks), len(layers.bucket_params)
+    title = {"size": 10, "color": theme.muted}
+    captions = [
+        {"text": f"<b>{n} blocks</b> in forward order; click a layer to let its weights flow (hatched)", "y": 1.0},
+        {"text": f"<b>{nb} buckets</b> in backward order, {layers.retained_buckets} retained; click one to retain it and all later", "y": 0.60},
+        {"text": "<b>Memory</b> in percent of capacity", "y": 0.37},
+    ]
+    notes += [
+        {**c, "x": 0, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False,
+         "font": title} for c in captions
+    ]  # fmt: skip
+    layout = _base(
+        theme,
+        height,
+        barmode="stack",
+        bargap=0.16,
+        margin={"l": 52, "r": 92, "t": 15, "b": 18},
+        annotations=notes,
+        shapes=[_capacity_line("x3", "y3", theme)],
+        xaxis={**plain, "domain": [0, 1], "anchor": "y", "range": [-0.6, n - 0.4]},
+        yaxis={**plain, "domain": [0.71, 1.0], "anchor": "x"},
+        xaxis2={**plain, "domain": [0, 1], "anchor": "y2", "range": [-0.6, nb - 0.4]},
+        yaxis2={**plain, "domain": [0.48, 0.60], "anchor": "x2"},
+        xaxis3=_percent_axis(reach, theme, domain=[0, 1], anchor="y3"),
+        yaxis3=_place_axis(rows, domain=[0.0, 0.37], anchor="x3"),
+    )  # fmt: skip
+    return {"data": [*blocks, buckets, memory], "layout": layout}
+
+
+def _capacity_line(x: str, y: str, theme: Theme) -> dict[str, Any]:
+    return {"type": "line", "xref": x, "yref": f"{y} domain", "x0": 100, "x1": 100, "y0": 0, "y1": 1,
+            "line": {"width": 2, "color": theme.warn}}  # fmt: skip
+
+
+def _percent_axis(reach: float, theme: Theme, **more: Any) -> dict[str, Any]:
+    step = 25 if reach <= 150 else 50 if reach <= 400 else 100 * max(1, round(reach / 600))
+    return {"range": [0, max(101.0, reach * 1.02)], "ticksuffix": " %", "dtick": step, "gridcolor": theme.grid,
+            "zeroline": False, "fixedrange": True, "tickfont": {"size": 10, "color": theme.muted}, **more}  # fmt: skip
+
+
+def _place_axis(rows: Sequence[vm.MemoryRow], **more: Any) -> dict[str, Any]:
+    return {"range": [len(rows) - 0.5, -0.5], "tickvals": list(range(len(rows))), "ticktext": [r.title for r in rows],
+            "showgrid": False, "zeroline": False, "fixedrange": True, **more}  # fmt: skip
+
+
+def memory_figure(rows: Sequence[vm.MemoryRow], *, theme: Theme = PAPER, height: int = 190) -> go.Figure:
+    """Memory bars alone, in percent of capacity."""
+    trace, notes, reach = memory_trace(rows, theme)
+    layout = _base(
+        theme,
+        height,
+        barmode="stack",
+        margin={"l": 60, "r": 100, "t": 12, "b": 28},
+        annotations=notes,
+        shapes=[_capacity_line("x", "y", theme)],
+        xaxis=_percent_axis(reach, theme),
+        yaxis=_place_axis(rows),
+    )
+    return go.Figure(data=[trace], layout=layout)
+
+
+def loss_figure(view: RunView, *, theme: Theme = PAPER, height: int = 280) -> go.Figure:
+    """Loss and tokens per second against the step; see `loss_spec`."""
+    return go.Figure(loss_spec(view, theme=theme, height=height))
+
+
+def loss_spec(view: RunView, *, theme: Theme = PAPER, height: int = 280) -> Spec:
+    """Loss (upper half) and tokens per second (lower half) against the step; skipped and clipped steps are marked."""
+    steps = np.asarray(view.steps, dtype=np.int32)
+    marked = [(s, v, loss) for s, v, loss in zip(view.steps, view.verdicts, view.loss, strict=True) if v not in ("commit", "")]
+    axis = {"gridcolor": theme.grid, "zeroline": False, "tickfont": {"size": 10, "color": theme.muted}}
+    title = {"font": {"size": 11, "color": theme.text}, "standoff": 6}
+    data = [
+        _scatter(name="Loss", x=steps, y=np.asarray(view.loss, dtype=np.float32), mode="lines",
+                   line={"color": GREY, "width": 1.4}, hovertemplate="step %{x}<br>loss %{y:.4f}<extra></extra>"),
+        _scatter(name="Loss, smoothed", x=steps, y=np.asarray(view.smooth_loss, dtype=np.float32), mode="lines",
+                   line={"color": KIND_COLOURS["backward"], "width": 2.4},
+                   hovertemplate="step %{x}<br>smoothed %{y:.4f}<extra></extra>"),
+        _scatter(name="Clipped or skipped", x=[m[0] for m in marked], y=[m[2] for m in marked], mode="markers",
+                   text=[m[1] for m in marked], marker={"symbol": "diamond-open", "size": 7, "color": KIND_COLOURS["adam"]},
+                   hovertemplate="step %{x}: %{text}<extra></extra>", showlegend=bool(marked)),
+        _scatter(name="Tokens/s", x=steps, y=np.asarray(view.tokens_per_s, dtype=np.float32), mode="lines", yaxis="y2",
+                   line={"color": KIND_COLOURS["copy_up"], "width": 1.8},
+                   hovertemplate="step %{x}<br>%{y:,.0f} tokens/s<extra></extra>"),
+    ]  # fmt: skip
+    layout = _base(
+        theme,
+        height,
+        margin={"l": 62, "r": 14, "t": 26, "b": 36},
+        showlegend=True,
+        legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 10}},
+        xaxis={**axis, "title": {"text": "step", **title}, "anchor": "y2"},
+        yaxis={**axis, "domain": [0.40, 1.0], "title": {"text": "loss", **title}},
+        yaxis2={**axis, "domain": [0.0, 0.30], "title": {"text": "tokens/s", **title}, "rangemode": "tozero"},
+    )
+    return {"data": data, "layout": layout}
+
+
+def plot_timeline(traces: Trace | Sequence[Trace], *, height: int | None = None, theme: Theme = PAPER) -> go.Figure:
+    """Draw the two-processor timeline of one trace, or of several on one time axis.
+
+    Args:
+        traces: simulated or measured, in any mix.
+        height: pixels; chosen from the number of traces when omitted.
+    """
+    many = [traces] if isinstance(traces, Trace) else list(traces)
+    views = [vm.timeline(t, max_bars=vm.MAX_BARS // max(1, len(many))) for t in many]
+    fig = timeline_figure(views, theme=theme, height=height or 200 + 90 * max(1, len(many)))
+    fig.update_layout(
+        title={"text": " / ".join(f"{t.model}: {t.step_s:.4g} s per step ({vm.origin(t)})" for t in many),
+               "font": {"size": 12}, "x": 0, "xref": "paper"},
+        margin={"t": 46},
+    )  # fmt: skip
+    return fig
+
+
+def plot_memory(ledger: Ledger, *, theme: Theme = PAPER) -> go.Figure:
+    """Draw what a plan needs on the GPU, on the host and pinned, against what the hardware has."""
+    return memory_figure(vm.memory_rows(ledger), theme=theme)

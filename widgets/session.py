@@ -1,0 +1,343 @@
+"""State of a tuning session without any widget: profile, plan, trace, baseline, undo, autosave."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from superoffload import hardware as hw_module
+from superoffload.errors import InputError, NotSupported
+from superoffload.graph import buckets_of
+from superoffload.hardware import Hardware
+from superoffload.layout import Bucket
+from superoffload.model import ModelSpec
+from superoffload.plan import Plan
+from superoffload.profiler import Profile, estimate
+from superoffload.record import Record
+from superoffload.tracing import Trace
+from superoffload.widgets import view_models as vm
+
+SHAPE_FIELDS = ("micro_batch", "seq_len")
+"""Plan fields that change what a micro-batch costs, so that the profile must be made anew."""
+MAX_UNDO = 200
+SPEC_KEY = "spec"
+"""Where an estimate keeps the model's shape."""
+
+
+class SavedSession(Record):
+    """What an autosave file holds."""
+
+    schema_name: ClassVar[str] = "superoffload.tuner_session"
+
+    profile: Profile
+    """The profile that the session was opened with."""
+    hardware: Hardware
+    plan: Plan
+    baseline: vm.Numbers | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One state of the undo history."""
+
+    plan: Plan
+    hardware: Hardware
+    topic: str
+    """What was edited to come here; neighbours with the same topic are one entry."""
+
+
+class Session:
+    """Plan edits on one model. Every change simulates anew, so `plan`, `profile` and `trace` always belong together.
+
+    Args:
+        profile: measured, or estimated from a preset.
+        plan: start here; chosen by the cost model when omitted.
+        hardware: look at another machine than the profile's.
+        baseline: numbers to compare with: a trace, or a plan that is simulated on the same profile.
+        autosave: file that every change is written to; None keeps the session in memory.
+
+    Raises:
+        InputError: the plan and the profile do not belong together.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        plan: Plan | None = None,
+        hardware: Hardware | None = None,
+        baseline: Trace | Plan | vm.Numbers | None = None,
+        autosave: str | os.PathLike[str] | None = None,
+    ):
+        self.given = profile
+        self.hardware = hardware or profile.hardware
+        self.profile = self._profile_for(self.hardware, profile.micro_batch, profile.seq_len)
+        self.autosave = Path(autosave) if autosave is not None else None
+        self.save_error: str | None = None
+        self._buckets: tuple[float, list[Bucket]] | None = None
+        if plan is None:
+            plan = self._make_plan()
+        elif (plan.micro_batch, plan.seq_len) != (profile.micro_batch, profile.seq_len):
+            self.profile = self._profile_for(self.hardware, plan.micro_batch, plan.seq_len)
+        self.plan = self.clamped(plan)
+        self.trace = self._simulate()
+        self.baseline: vm.Numbers | None = self._numbers(baseline)
+        self._history: list[Edit] = [Edit(self.plan, self.hardware, "start")]
+        self._position = 0
+
+    # ---- what is shown -------------------------------------------------------------------------------------------
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Buckets of the present plan, cut as the engine cuts them."""
+        return self._cut(self.plan.bucket_mb)
+
+    def _cut(self, bucket_mb: float) -> list[Bucket]:
+        # The cut depends on the parameters and the size alone, which no other edit changes.
+        if self._buckets is None or self._buckets[0] != bucket_mb:
+            self._buckets = (bucket_mb, buckets_of(self.given, bucket_mb))
+        return self._buckets[1]
+
+    @property
+    def set_by_hand(self) -> frozenset[str]:
+        """Knobs without a reason of the cost model."""
+        return frozenset(k for k in Plan.knobs() if k not in self.plan.reasons)
+
+    def why_fixed(self, field: str) -> str | None:
+        """Why a field cannot be edited here, with the remedy; None where it can."""
+        if field in SHAPE_FIELDS:
+            return self._why_shape_fixed()
+        return None
+
+    def _why_shape_fixed(self) -> str | None:
+        if self.given.source == "measured":
+            return (
+                "Measured at this size. To see another, profile again with a batch of that shape, "
+                "or open Tuner(so.estimate(...))."
+            )
+        if SPEC_KEY not in self.given.context:
+            return "Estimated without a shape to estimate again from. Open Tuner(so.estimate(...)) with the other size."
+        return None
+
+    # ---- edits ---------------------------------------------------------------------------------------------------
+
+    def edit(self, **changes: Any) -> None:
+        """Set fields of the plan by hand; all others stay as they are."""
+        unknown = [k for k in changes if k not in Plan.knobs()]
+        if unknown:
+            raise InputError(f"unknown knob {unknown[0]!r}", expected=", ".join(Plan.knobs()))
+        reasons = {k: v for k, v in self.plan.reasons.items() if k not in changes}
+        self._become(self.plan.replace(**changes, reasons=reasons), self.hardware, "+".join(sorted(changes)))
+
+    def choose(self, field: str) -> None:
+        """Let the cost model choose one field again, given all the others."""
+        others = {k: getattr(self.plan, k) for k in Plan.knobs() if k != field}
+        chosen = self._make_plan(**_as_knobs(others))
+        reasons = {**self.plan.reasons, field: chosen.reasons.get(field, "chosen by the cost model")}
+        self._become(self.plan.replace(**{field: getattr(chosen, field)}, reasons=reasons), self.hardware, "auto " + field)
+
+    def choose_all(self) -> None:
+        """Let the cost model choose every field."""
+        self._become(self._make_plan(), self.hardware, "auto all")
+
+    def set_plan(self, plan: Plan) -> None:
+        """Replace the whole plan."""
+        self._become(plan, self.hardware, "plan")
+
+    def set_hardware(self, hardware: Hardware) -> None:
+        """Look at another machine: fields set by hand stay (within its limits), the others are chosen for it."""
+        profile = self._profile_for(hardware, self.plan.micro_batch, self.plan.seq_len)
+        keep = {k: getattr(self.plan, k) for k in self.set_by_hand if k not in SHAPE_FIELDS}
+        if "adam_threads" in keep:
+            keep["adam_threads"] = min(keep["adam_threads"], hardware.cpu.cores)
+        self._become(self._make_plan(profile, hardware, **_as_knobs(keep)), hardware, "hardware")
+
+    def adopt(self, trace: Trace) -> None:
+        """Show a trace that was made elsewhere, and take over its plan."""
+        self._become(trace.plan, self.hardware, "trace", trace)
+
+    def pin(self, baseline: Trace | Plan | vm.Numbers | None = None) -> None:
+        """Compare with this from now on; with the present trace when nothing is given."""
+        self.baseline = self._numbers(baseline if baseline is not None else self.trace)
+        self.save()
+
+    def unpin(self) -> None:
+        self.baseline = None
+        self.save()
+
+    # ---- undo ----------------------------------------------------------------------------------------------------
+
+    @property
+    def can_undo(self) -> bool:
+        return self._position > 0
+
+    @property
+    def can_redo(self) -> bool:
+        return self._position < len(self._history) - 1
+
+    def undo(self) -> None:
+        """Go back one edit; nothing happens at the first."""
+        if self.can_undo:
+            self._go(self._position - 1)
+
+    def redo(self) -> None:
+        if self.can_redo:
+            self._go(self._position + 1)
+
+    def _go(self, position: int) -> None:
+        entry = self._history[position]
+        self._take(entry.plan, entry.hardware)
+        self._position = position
+        self.save()
+
+    def _become(self, plan: Plan, hardware: Hardware, topic: str, trace: Trace | None = None) -> None:
+        before = (self.plan, self.hardware)
+        self._take(plan, hardware, trace)
+        if (self.plan, self.hardware) == before:
+            return
+        del self._history[self._position + 1 :]
+        # Moving one slider to and fro is one edit: undo leads to where it stood before.
+        if len(self._history) > 1 and self._history[-1].topic == topic and not topic.startswith(("auto", "hardware", "plan")):
+            self._history.pop()
+        self._history.append(Edit(self.plan, self.hardware, topic))
+        del self._history[:-MAX_UNDO]
+        self._position = len(self._history) - 1
+        self.save()
+
+    def _take(self, plan: Plan, hardware: Hardware, trace: Trace | None = None) -> None:
+        """Change to another state as a whole: where something fails, nothing has changed."""
+        old = (self.profile, self.hardware, self.plan, self.trace)
+        try:
+            if hardware != self.hardware or any(getattr(plan, f) != getattr(self.profile, f) for f in SHAPE_FIELDS):
+                self.profile = self._profile_for(hardware, plan.micro_batch, plan.seq_len)
+            self.hardware = hardware
+            self.plan = self.clamped(plan)
+            self.trace = trace if trace is not None else self._simulate()
+        except BaseException:
+            self.profile, self.hardware, self.plan, self.trace = old
+            raise
+
+    # ---- the stages ----------------------------------------------------------------------------------------------
+
+    def _simulate(self) -> Trace:
+        from superoffload.simulator import simulate
+
+        return simulate(self.profile, self.plan)
+
+    def _make_plan(self, profile: Profile | None = None, hardware: Hardware | None = None, **knobs: Any) -> Plan:
+        from superoffload.planner import make_plan
+
+        return make_plan(profile or self.profile, hardware or self.hardware, check=False, **knobs)
+
+    def fit_advice(self) -> str:
+        """What the planner says about a plan that does not fit; empty where the plan fits."""
+        from superoffload.planner import make_plan
+
+        if self.trace.memory.fits:
+            return ""
+        try:
+            make_plan(self.profile, self.hardware, **_as_knobs({k: getattr(self.plan, k) for k in Plan.knobs()}))
+        except InputError as e:
+            return str(e)
+        return vm.overflow_line(self.trace.memory)
+
+    def clamped(self, plan: Plan) -> Plan:
+        """Keep counts within what the model and the machine have."""
+        changes: dict[str, Any] = {}
+        layers = {i for i, b in enumerate(self.profile.blocks) if b.kind == "layer"}
+        flow = tuple(sorted(set(plan.flow_blocks) & layers))
+        if flow != plan.flow_blocks:
+            changes["flow_blocks"] = flow
+        count = len(self._cut(plan.bucket_mb))
+        if plan.retained_buckets > count:
+            changes["retained_buckets"] = count
+        if plan.adam_threads > self.hardware.cpu.cores:
+            changes["adam_threads"] = self.hardware.cpu.cores
+        return plan.replace(**changes) if changes else plan
+
+    def _profile_for(self, hardware: Hardware, micro_batch: int, seq_len: int) -> Profile:
+        given = self.given
+        same_shape = (micro_batch, seq_len) == (given.micro_batch, given.seq_len)
+        if same_shape and hardware == given.hardware:
+            return given
+        fixed = self._why_shape_fixed()
+        if fixed is None:
+            shape = ModelSpec.from_json(given.context[SPEC_KEY])
+            dtype = given.context.get("dtype", "bfloat16")
+            return estimate(shape, micro_batch=micro_batch, seq_len=seq_len, hardware=hardware, dtype=dtype)
+        if not same_shape:
+            raise NotSupported(
+                f"a profile at micro_batch {given.micro_batch} × seq_len {given.seq_len} cannot tell about "
+                f"{micro_batch} × {seq_len}",
+                remedy=fixed or "Estimate the model again",
+            )
+        return rebase(given, hardware)
+
+    def _numbers(self, baseline: Trace | Plan | vm.Numbers | None) -> vm.Numbers | None:
+        if isinstance(baseline, Plan):
+            from superoffload.simulator import simulate
+
+            return vm.numbers(simulate(self.profile, self.clamped(baseline)))
+        return vm.numbers(baseline) if isinstance(baseline, Trace) else baseline
+
+    # ---- autosave ------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write the session where it autosaves to. A full disk must not stop the tuning: the reason is kept."""
+        if self.autosave is None:
+            return
+        try:
+            self.saved().save(self.autosave)
+            self.save_error = None
+        except OSError as e:
+            self.save_error = f"{self.autosave} could not be written: {e.strerror or e}"
+
+    def saved(self) -> SavedSession:
+        """The session as one record."""
+        return SavedSession(profile=self.given, hardware=self.hardware, plan=self.plan, baseline=self.baseline)
+
+    @classmethod
+    def restore(cls, path: str | os.PathLike[str]) -> Session:
+        """Open a session from its autosave file and go on saving there.
+
+        Raises:
+            InputError: no such file, or not a session.
+        """
+        s = SavedSession.load(path)
+        return cls(s.profile, s.plan, s.hardware, s.baseline, autosave=path)
+
+
+def rebase(profile: Profile, hardware: Hardware) -> Profile:
+    """Carry a profile to another machine by the ratio of their matrix rates; the result counts as modelled.
+
+    A block that spends its time in small operations will not speed up as much: the context says what was done.
+    """
+    ratio = profile.hardware.gpu.matmul_bf16_tflops / hardware.gpu.matmul_bf16_tflops
+    blocks = tuple(
+        b.replace(forward_s=b.forward_s * ratio, backward_s=b.backward_s * ratio) for b in profile.blocks
+    )
+    note = (
+        f"block times {profile.source} on {profile.hardware.name}, scaled by {ratio:.3g}, the ratio of the machines' "
+        "bf16 matrix rates"
+    )
+    return profile.replace(
+        source="modelled", hardware=hardware, blocks=blocks, context={**profile.context, "rebased": note}
+    )
+
+
+def _as_knobs(fields: dict[str, Any]) -> dict[str, Any]:
+    """Plan fields under the names that `make_plan` takes; the shape comes with the profile."""
+    return {("flow" if k == "flow_blocks" else k): v for k, v in fields.items() if k not in SHAPE_FIELDS}
+
+
+def hardware_choices(own: Hardware) -> dict[str, Callable[[], Hardware]]:
+    """Machines of the picker by title: the profile's own first, then the presets."""
+    choices: dict[str, Callable[[], Hardware]] = {}
+    names = hw_module.preset_names()
+    if own.name not in names:
+        choices[f"{own.name} ({own.source})"] = lambda: own
+    for name in names:
+        choices[name] = (lambda: own) if name == own.name else (lambda n=name: hw_module.preset(n))  # type: ignore[misc]
+    return choices

@@ -1,0 +1,372 @@
+"""The Tuner: knobs, two-processor timeline, memory, headline numbers and export on one screen."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as W
+import traitlets
+
+from superoffload.config import ModelRef, OptimizerConfig, TrainingConfig, TunedConfig
+from superoffload.errors import InputError
+from superoffload.hardware import Hardware
+from superoffload.plan import Plan
+from superoffload.profiler import Profile
+from superoffload.tracing import Trace
+from superoffload.widgets import figures, session as sessions, theme as themes, view_models as vm
+from superoffload.widgets.bridge import ThemeBridge
+from superoffload.widgets.controls import Controls, parse_blocks
+from superoffload.widgets.export_panel import ExportPanel
+from superoffload.widgets.live import LiveFigure
+from superoffload.widgets.parts import Guard, Latest, Messages, button, cards_html, escape, legend_html, style_sheet
+
+if TYPE_CHECKING:
+    from torch import nn
+
+TIMELINE_HEIGHT, STATE_HEIGHT = 216, 216
+"""Pixels: the whole panel stands on one screen of 1280 × 800."""
+AUTOSAVE_FOLDER = ".superoffload"
+
+
+class Tuner(W.VBox):  # type: ignore[misc]
+    """Turn the knobs of a plan and see the step change.
+
+    Args:
+        profile: a profile, or a torch model that is then profiled on `batch` (takes some seconds).
+        plan: start from this plan; the cost model chooses one when omitted.
+        hardware: look at another machine, a record or a preset name.
+        baseline: a trace or plan that the headline numbers are compared with.
+        batch: a batch of the model's inputs; with it the panel can also measure real steps.
+        autosave: file that keeps the edits; by default ``.superoffload/<model>-<hardware>.json`` in the working folder,
+            False keeps them in memory only.
+        model_source: where training finds the weights (preset, Hugging Face id, folder): goes into the config.
+
+    Traits `plan`, `trace` and `config` can be read, observed and set from other cells.
+
+    Raises:
+        InputError: the arguments do not belong together.
+    """
+
+    plan = traitlets.Instance(Plan)
+    trace = traitlets.Instance(Trace)
+    config = traitlets.Instance(TunedConfig)
+
+    def __init__(
+        self,
+        profile: Profile | nn.Module,
+        plan: Plan | None = None,
+        hardware: Hardware | str | None = None,
+        baseline: Trace | Plan | None = None,
+        *,
+        batch: Any = None,
+        autosave: str | os.PathLike[str] | bool = True,
+        model_source: ModelRef | str | None = None,
+    ):
+        if isinstance(hardware, str):
+            from superoffload.hardware import preset
+
+            hardware = preset(hardware)
+        model = None
+        if not isinstance(profile, Profile):
+            model, profile = profile, _profile(profile, batch)
+        session = sessions.Session(profile, plan, hardware, baseline, _autosave_path(autosave, profile))
+        self._build(session, model, batch, model_source)
+
+    @classmethod
+    def restore(cls, path: str | os.PathLike[str], *, model_source: ModelRef | str | None = None) -> Tuner:
+        """Open the Tuner as an earlier session left it, and go on saving there.
+
+        Raises:
+            InputError: no such file, or not a saved session.
+        """
+        tuner = cls.__new__(cls)
+        tuner._build(sessions.Session.restore(path), None, None, model_source)
+        return tuner
+
+    def _build(self, session: sessions.Session, model: Any, batch: Any, source: ModelRef | str | None) -> None:
+        self.session, self._model, self._batch, self._source = session, model, batch, source
+        self._optimizer, self._training = OptimizerConfig(), TrainingConfig.from_dict({"dtype": _dtype(session.given)})
+        self._syncing = False
+        self.measured: Trace | None = None
+        self.messages = Messages()
+        self._guard = Guard(self.messages)
+        self._bridge = ThemeBridge()
+        self._bridge.observe(self._guard(lambda _: self._draw_figures()), names="theme")
+        self._edits = Latest(self._guard(self._apply))
+        self.controls = Controls(session, self._edits.put, self._guard(self._choose))
+        self._title, self._cards = W.HTML(), W.HTML(layout=W.Layout(width="100%", margin="2px 0"))
+        self._legend, self._stalls = (W.HTML(layout=W.Layout(width="100%", margin="0")) for _ in range(2))
+        self._foot = W.HTML()
+        self._machines = sessions.hardware_choices(session.given.hardware)
+        self.machine = W.Dropdown(
+            options=list(self._machines), description="Machine", layout=W.Layout(width="220px"),
+            style={"description_width": "56px"}, tooltip="Simulate on another machine",
+        )  # fmt: skip
+        self._show_machine()
+        self.machine.observe(self._guard(self._machine_chosen), names="value")
+        on = self._guard
+        self.undo = button("Undo", "Take back the last edit", on(lambda _: self._step_history(session.undo)))
+        self.redo = button("Redo", "Do the edit again", on(lambda _: self._step_history(session.redo)))
+        self.auto = button("Auto", "Let the cost model choose every knob", on(lambda _: self._run(session.choose_all)))
+        self.pin = button("Pin baseline", "Compare with the present numbers from now on", on(lambda _: self._toggle_pin()))
+        self.export = W.ToggleButton(False, description="Export", tooltip="Write the tuned config", layout=W.Layout(width="66px"))
+        self.measure = W.ToggleButton(False, description="Measure", tooltip="Run real steps with this plan", layout=W.Layout(width="74px"))
+        self.export.observe(self._guard(lambda _: self._show_drawers()), names="value")
+        self.measure.observe(self._guard(lambda _: self._show_drawers()), names="value")
+        self.drawer = W.VBox([], layout=W.Layout(width="100%"))
+        self.timeline = LiveFigure(figures.timeline_spec(self._views(), theme=themes.LIGHT, height=TIMELINE_HEIGHT, legend=False))
+        self.state = LiveFigure(self._state_spec(themes.LIGHT))
+        self.state.data[0].on_click(self._guard(self._layer_clicked))
+        self.state.data[1].on_click(self._guard(self._layer_clicked))
+        self.state.data[2].on_click(self._guard(self._bucket_clicked))
+        tools = W.HBox(
+            [self.machine, self.auto, self.undo, self.redo, self.pin, self.measure, self.export],
+            layout=W.Layout(flex="0 0 auto", align_items="center"),
+        )
+        self._title.layout.flex = "1 1 0"
+        self._title.layout.min_width = "120px"
+        head = W.HBox([self._title, tools], layout=W.Layout(width="100%", align_items="center", flex_flow="row wrap"))
+        right = W.VBox(
+            [self.timeline, self._legend, self._stalls, self.state],
+            layout=W.Layout(flex="1 1 0", min_width="0", overflow="hidden", margin="0 0 0 10px"),
+        )
+        body = W.HBox([self.controls, right], layout=W.Layout(width="100%", align_items="flex-start"))
+        super().__init__(
+            [style_sheet(), self._bridge, head, self._cards, self.messages, self.drawer, body, self._foot],
+            layout=W.Layout(width="100%"),
+        )
+        self.add_class("so-panel")
+        self.add_class("so-tuner")
+        self.export_panel: ExportPanel | None = None
+        self._refresh(figures_too=False)
+
+    # ---- traits --------------------------------------------------------------------------------------------------
+
+    @traitlets.validate("plan")
+    def _check_plan(self, proposal: Mapping[str, Any]) -> Plan:
+        plan: Plan = proposal["value"]
+        if self._syncing:
+            return plan
+        clamped = self.session.clamped(plan)
+        for field in sessions.SHAPE_FIELDS:
+            fixed = self.session.why_fixed(field)
+            if fixed and getattr(clamped, field) != getattr(self.session.profile, field):
+                raise InputError(f"{field} = {getattr(clamped, field)} is not what was profiled", remedy=fixed)
+        return clamped
+
+    @traitlets.validate("config")
+    def _check_config(self, proposal: Mapping[str, Any]) -> TunedConfig:
+        config: TunedConfig = proposal["value"]
+        if not self._syncing:
+            config.check_model(self.session.given.model_fingerprint, self.session.given.model)
+        return config
+
+    @traitlets.observe("plan", "trace", "config")
+    def _set_from_outside(self, change: Mapping[str, Any]) -> None:
+        if self._syncing:
+            return
+        new = change["new"]
+        if isinstance(new, Plan):
+            self.session.set_plan(new)
+        elif isinstance(new, Trace):
+            self.session.adopt(new)
+        else:
+            self._optimizer, self._training = new.optimizer, new.training
+            self.session.set_plan(new.plan)
+            if self.export_panel is not None:
+                self.export_panel.adopt(new)
+        self._refresh()
+
+    def make_config(self, optimizer: OptimizerConfig | None = None, training: TrainingConfig | None = None) -> TunedConfig:
+        """The config of the present plan."""
+        s = self.session
+        return TunedConfig.create(
+            s.profile,
+            s.plan,
+            optimizer=optimizer or self._optimizer,
+            training=training or self._training,
+            model_source=self._source,
+            trace=s.trace if s.trace.source == "modelled" else None,
+            measured=s.trace if s.trace.source == "measured" else self.measured,
+        )
+
+    # ---- callbacks -----------------------------------------------------------------------------------------------
+
+    def _apply(self, changes: dict[str, Any]) -> None:
+        try:
+            if isinstance(changes.get("flow_blocks"), str):
+                layers = tuple(i for i, b in enumerate(self.session.profile.blocks) if b.kind == "layer")
+                changes = {**changes, "flow_blocks": parse_blocks(changes["flow_blocks"], layers)}
+            self.session.edit(**changes)
+        finally:
+            self._refresh()  # after a refused edit the knob goes back to what is true
+
+    def _choose(self, field: str) -> None:
+        self._run(lambda: self.session.choose(field))
+
+    def _run(self, action: Any) -> None:
+        action()
+        self._refresh()
+
+    def _step_history(self, action: Any) -> None:
+        action()
+        self._show_machine()
+        self._refresh()
+
+    def _machine_chosen(self, change: Mapping[str, Any]) -> None:
+        hardware = self._machines[change["new"]]()
+        if hardware == self.session.hardware:
+            return
+        try:
+            self.session.set_hardware(hardware)
+        finally:
+            self._show_machine()
+            self._refresh()
+
+    def _show_machine(self) -> None:
+        name = self.session.hardware.name
+        title = next((t for t in self._machines if t == name or t.startswith(f"{name} (")), None)
+        if title is None:
+            own = self.session.hardware
+            title = f"{name} ({own.source})"
+            self._machines[title] = lambda: own
+            self.machine.options = list(self._machines)
+        if self.machine.value != title:
+            self.machine.value = title
+
+    def _toggle_pin(self) -> None:
+        if self.session.baseline is None:
+            self.session.pin()
+        else:
+            self.session.unpin()
+        self._refresh(figures_too=False)
+
+    def _layer_clicked(self, trace: Any, points: Any, _: Any) -> None:
+        flow = set(self.session.plan.flow_blocks)
+        for i in points.point_inds:
+            if self.session.profile.blocks[i].kind != "layer":
+                raise InputError(
+                    f"block {i} ({self.session.profile.blocks[i].name}) cannot flow", expected="a transformer layer"
+                )
+            flow ^= {i}
+        if points.point_inds:
+            self._apply({"flow_blocks": tuple(sorted(flow))})
+
+    def _bucket_clicked(self, trace: Any, points: Any, _: Any) -> None:
+        if points.point_inds:
+            self._apply({"retained_buckets": len(self.session.buckets) - min(points.point_inds)})
+
+    def _show_drawers(self) -> None:
+        panels: list[W.Widget] = []
+        if self.measure.value:
+            from superoffload.widgets.measure import MeasurePanel
+
+            self._measure_panel = getattr(self, "_measure_panel", None) or MeasurePanel(self)
+            panels.append(self._measure_panel)
+        if self.export.value:
+            self.export_panel = self.export_panel or ExportPanel(self._export_config, self.config)
+            panels.append(self.export_panel)
+        self.drawer.children = panels
+
+    def _export_config(self, optimizer: OptimizerConfig, training: TrainingConfig) -> TunedConfig:
+        self._optimizer, self._training = optimizer, training
+        self._refresh(figures_too=False)
+        return self.config
+
+    # ---- drawing -------------------------------------------------------------------------------------------------
+
+    def show_measured(self, trace: Trace | None) -> None:
+        """Overlay a measured trace on the simulated one; None takes it away."""
+        self.measured = trace
+        self._refresh()
+
+    def _views(self) -> list[vm.TimelineView]:
+        shown = [self.session.trace] + ([self.measured] if self.measured is not None else [])
+        return [vm.timeline(t, max_bars=vm.MAX_BARS // len(shown)) for t in shown]
+
+    def _state_spec(self, theme: themes.Theme) -> figures.Spec:
+        s = self.session
+        layers = vm.layer_map(s.profile, s.plan, s.buckets)
+        return figures.state_spec(layers, vm.memory_rows(s.trace.memory), theme=theme, height=STATE_HEIGHT)
+
+    def _draw_figures(self) -> None:
+        theme = themes.DARK if self._bridge.theme == "dark" else themes.LIGHT
+        views = self._views()
+        self.timeline.show_spec(figures.timeline_spec(views, theme=theme, height=TIMELINE_HEIGHT, legend=False))
+        self.state.show_spec(self._state_spec(theme))
+
+    def _refresh(self, figures_too: bool = True) -> None:
+        s = self.session
+        # The three traits change together: an observer of one finds the others already new.
+        self._syncing = True
+        try:
+            with self.hold_trait_notifications():
+                self.plan, self.trace = s.plan, s.trace
+                self.config = self.make_config()
+        finally:
+            self._syncing = False
+        self.controls.show_plan()
+        _put(self._title, f'<div class="so-head"><b>{escape(s.given.model)}</b>'
+             f"<span>{escape(vm.size_line(s.profile, len(s.buckets)))}</span></div>")  # fmt: skip
+        _put(self._cards, cards_html(vm.headline(s.trace, s.baseline)))
+        lines = vm.stall_lines(s.trace) or ("No lane waits.",)
+        _put(self._stalls, '<div class="so-stalls">'
+             + "".join(f'<div title="{escape(x)}">{escape(x)}</div>' for x in lines) + "</div>")  # fmt: skip
+        _put(self._foot, self._foot_html())
+        self.pin.description = "Pin baseline" if s.baseline is None else "Unpin"
+        self.undo.disabled, self.redo.disabled = not s.can_undo, not s.can_redo
+        self.messages.state(s.fit_advice() or (s.save_error or ""))
+        kinds = {e.kind for t in (s.trace, self.measured) if t is not None for e in t.events}
+        _put(self._legend, legend_html((k for k in vm.KIND_TITLES if k in kinds), bool(s.trace.stalls)))
+        if figures_too:
+            self._draw_figures()
+
+    def _foot_html(self) -> str:
+        s = self.session
+        items = "".join(f"<li><b>{escape(k)}</b> {escape(v)}</li>" for k, v in s.plan.reasons.items())
+        notes = [f"Numbers are {s.trace.source} for {s.trace.hardware}."]
+        if "rebased" in s.profile.context:
+            notes.append(s.profile.context["rebased"] + ".")
+        if s.baseline is not None:
+            notes.append(f"Baseline: {s.baseline.step_s:.4g} s per step ({s.baseline.label}).")
+        if s.autosave is not None:
+            notes.append(f"Edits are saved in {s.autosave}.")
+        return (
+            f'<div class="so-foot">{escape(" ".join(notes))}'
+            f"<details><summary>Reasons of the automatic choices</summary><ul>{items}</ul></details></div>"
+        )
+
+
+def _put(widget: W.HTML, value: str) -> None:
+    if widget.value != value:
+        widget.value = value
+
+
+def _profile(model: Any, batch: Any) -> Profile:
+    if not hasattr(model, "named_parameters"):
+        raise InputError(
+            f"Tuner got a {type(model).__name__}", expected="a Profile or a torch model with batch=",
+            remedy='For example Tuner(so.estimate("llama-7b", micro_batch=4, seq_len=2048, hardware="gh200"))',
+        )  # fmt: skip
+    if batch is None:
+        raise InputError("a model alone cannot be profiled", expected="Tuner(model, batch=batch)")
+    from superoffload.profiling import profile
+
+    return profile(model, batch)
+
+
+def _dtype(profile: Profile) -> str:
+    return max(profile.blocks, key=lambda b: b.params).dtype if profile.blocks else "bfloat16"
+
+
+def _autosave_path(choice: str | os.PathLike[str] | bool, profile: Profile) -> Path | None:
+    if choice is False:
+        return None
+    if choice is True:
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{profile.model}-{profile.hardware.name}").strip("-")
+        return Path(AUTOSAVE_FOLDER) / f"{stem}.json"
+    return Path(choice)
