@@ -19,7 +19,8 @@ std::vector<const KernelTable*> usable_tables() {
   std::vector<const KernelTable*> tables;
 #ifdef SO_HAVE_AVX2
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) tables.push_back(avx2_table());
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    tables.push_back(avx2_table());
 #endif
   tables.push_back(scalar_table());
   return tables;

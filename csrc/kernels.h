@@ -1,6 +1,6 @@
 // The table every instruction set fills and the dispatcher picks from. Kernels work on raw pointers, know nothing of
-// Python or CUDA, and give the same bits on every instruction set: the same operations in the same order, each
-// rounded on its own (no fused multiply-add), IEEE square root and division, denormals kept.
+// Python or CUDA, and give the same bits on every instruction set: the same operations in the same order, fused
+// multiply-adds only where they are written, IEEE square root and division, denormals kept.
 #pragma once
 
 #include <cstddef>

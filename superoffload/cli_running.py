@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -74,14 +75,25 @@ def lab(args: argparse.Namespace) -> dict[str, Any]:
     if args.dry_run:
         print("would start: " + " ".join(command))
         return body
-    server = subprocess.Popen(command)
-    try:
-        code = server.wait()
-    except KeyboardInterrupt:  # the server got it too, and asks before it stops
-        code = server.wait()
-    if code not in (0, -2, 130):
+    code = _serve(command)
+    if code not in (0, -signal.SIGINT, -signal.SIGTERM):
         raise SuperOffloadError(f"JupyterLab ended with exit code {code}", remedy="Its own message is above")
     return body
+
+
+def _serve(command: list[str]) -> int:
+    """Run the server until it ends. Ctrl-C reaches it by itself, and it asks before it stops; SIGTERM is passed on, so
+    that no server outlives this process."""
+    server = subprocess.Popen(command)
+    before = signal.signal(signal.SIGTERM, lambda *_: server.terminate())
+    try:
+        while True:
+            try:
+                return server.wait()
+            except KeyboardInterrupt:
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def packaged_notebooks() -> Path:

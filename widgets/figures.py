@@ -139,9 +139,9 @@ def timeline_spec(
         {"x": t, "y": 1, "yref": "paper", "yanchor": "bottom", "xanchor": "left", "showarrow": False,
          "text": f"step {k + 1}", "font": {"size": 10, "color": theme.muted}}
         for k, t in enumerate(starts)
-        if t < 0.93 * length
+        if n == 1 and t < 0.93 * length
     ]  # fmt: skip
-    if n > 1:
+    if n > 1 and legend:
         notes.append(
             {"x": 1, "y": 1, "xref": "paper", "yref": "paper", "yanchor": "bottom", "xanchor": "right",
              "showarrow": False, "font": {"size": 10, "color": theme.muted},
@@ -245,7 +245,7 @@ def memory_trace(rows: Sequence[vm.MemoryRow], theme: Theme) -> tuple[Spec, list
     )  # fmt: skip
     for i, r in enumerate(rows):
         of = f" of {r.capacity / GB:,.0f} GB" if r.capacity and r.place != "pinned" else " GB"
-        text = f"{r.total / GB:,.1f}{of}"
+        text = f"{r.total / GB:,.1f}{of}" if r.total or r.capacity else "part of host"
         notes.append(
             {"x": 1.0, "xref": "paper", "xanchor": "left", "xshift": 6, "y": i, "showarrow": False, "align": "left",
              "text": f"<b>{text} over</b>" if r.over else text,
@@ -365,7 +365,8 @@ def loss_spec(view: RunView, *, theme: Theme = PAPER, height: int = 280) -> Spec
         legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 10}},
         xaxis={**axis, "title": {"text": "step", **title}, "anchor": "y2"},
         yaxis={**axis, "domain": [0.40, 1.0], "title": {"text": "loss", **title}},
-        yaxis2={**axis, "domain": [0.0, 0.30], "title": {"text": "tokens/s", **title}, "rangemode": "tozero"},
+        yaxis2={**axis, "domain": [0.0, 0.30], "title": {"text": "tokens/s", **title}, "rangemode": "tozero",
+                "nticks": 4},
     )
     return {"data": data, "layout": layout}
 

@@ -169,11 +169,13 @@ def cards_html(items: tuple[vm.HeadlineItem, ...]) -> str:
     return f'<div class="so-cards">{"".join(cards)}</div>'
 
 
-def legend_html(kinds: Iterable[str], waits: bool) -> str:
+def legend_html(kinds: Iterable[str], waits: bool, note: str = "") -> str:
     """The timeline's colours by name; a plotly legend would take three times the room."""
     chips = [f'<span style="--c:{KIND_COLOURS[k]}">{escape(vm.KIND_TITLES[k])}</span>' for k in kinds]
     if waits:
         chips.append('<span class="so-wait">Waits</span>')
+    if note:
+        chips.append(f"<b>{escape(note)}</b>")
     return f'<div class="so-legend">{"".join(chips)}</div>'
 
 

@@ -19,7 +19,7 @@ from superoffload.widgets.parts import Guard, Messages, button, escape, style_sh
 from superoffload.widgets.run_views import RunView, read_run
 
 REFRESH_S = 2.0
-FINISHED = ("done", "finished", "complete", "completed", "failed", "stopped", "interrupted")
+FINISHED = ("finished", "interrupted", "failed")
 
 
 def plot_loss(run: str | os.PathLike[str] | RunView, *, theme: themes.Theme = themes.PAPER) -> go.Figure:

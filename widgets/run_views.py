@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -27,7 +28,7 @@ class RunView:
     steps: tuple[int, ...]
     loss: tuple[float, ...]
     smooth_loss: tuple[float, ...]
-    """Mean over up to SMOOTHING_STEPS preceding steps of the run."""
+    """Mean over SMOOTHING_STEPS neighbouring steps of the run, half of them before and half after; fewer at its ends."""
     tokens_per_s: tuple[float, ...]
     grad_norm: tuple[float, ...]
     verdicts: tuple[str, ...]
@@ -80,7 +81,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunView:
             bad += 1
     ordered = [rows[k] for k in sorted(rows)]
     losses = [_number(r.get("loss")) for r in ordered]
-    smooth = _running_mean(losses, SMOOTHING_STEPS)
+    smooth = _neighbour_mean(losses, SMOOTHING_STEPS)
     keep = _thin(len(ordered), MAX_POINTS)
     counts = Counter(str(r.get("verdict") or "") for r in ordered)
     return RunView(
@@ -105,13 +106,15 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _running_mean(values: list[float], width: int) -> list[float]:
-    out, window = [], []  # type: ignore[var-annotated]
-    for v in values:
-        if math.isfinite(v):
-            window.append(v)
-            window = window[-width:]
-        out.append(sum(window) / len(window) if window else math.nan)
+def _neighbour_mean(values: list[float], width: int) -> list[float]:
+    finite = [v if math.isfinite(v) else 0.0 for v in values]
+    sums = list(itertools.accumulate(finite, initial=0.0))
+    counts = list(itertools.accumulate((int(math.isfinite(v)) for v in values), initial=0))
+    out = []
+    for i in range(len(values)):
+        lo, hi = max(0, i - width // 2), min(len(values), i + width // 2 + 1)
+        n = counts[hi] - counts[lo]
+        out.append((sums[hi] - sums[lo]) / n if n else math.nan)
     return out
 
 

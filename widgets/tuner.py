@@ -22,6 +22,7 @@ from superoffload.widgets.bridge import ThemeBridge
 from superoffload.widgets.controls import Controls, parse_blocks
 from superoffload.widgets.export_panel import ExportPanel
 from superoffload.widgets.live import LiveFigure
+from superoffload.widgets.measure_panel import MeasurePanel
 from superoffload.widgets.parts import Guard, Latest, Messages, button, cards_html, escape, legend_html, style_sheet
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self._optimizer, self._training = OptimizerConfig(), TrainingConfig.from_dict({"dtype": _dtype(session.given)})
         self._syncing = False
         self.measured: Trace | None = None
+        self.export_panel: ExportPanel | None = None
+        self.measure_panel: MeasurePanel | None = None
         self.messages = Messages()
         self._guard = Guard(self.messages)
         self._bridge = ThemeBridge()
@@ -141,7 +144,6 @@ class Tuner(W.VBox):  # type: ignore[misc]
         )
         self.add_class("so-panel")
         self.add_class("so-tuner")
-        self.export_panel: ExportPanel | None = None
         self._refresh(figures_too=False)
 
     # ---- traits --------------------------------------------------------------------------------------------------
@@ -263,10 +265,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
     def _show_drawers(self) -> None:
         panels: list[W.Widget] = []
         if self.measure.value:
-            from superoffload.widgets.measure import MeasurePanel
-
-            self._measure_panel = getattr(self, "_measure_panel", None) or MeasurePanel(self)
-            panels.append(self._measure_panel)
+            self.measure_panel = self.measure_panel or MeasurePanel(self, self._model, self._batch)
+            panels.append(self.measure_panel)
         if self.export.value:
             self.export_panel = self.export_panel or ExportPanel(self._export_config, self.config)
             panels.append(self.export_panel)
@@ -280,7 +280,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
     # ---- drawing -------------------------------------------------------------------------------------------------
 
     def show_measured(self, trace: Trace | None) -> None:
-        """Overlay a measured trace on the simulated one; None takes it away."""
+        """Overlay a measured trace on the simulated one; None takes it away, and so does another plan."""
         self.measured = trace
         self._refresh()
 
@@ -301,6 +301,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
 
     def _refresh(self, figures_too: bool = True) -> None:
         s = self.session
+        if self.measured is not None and self.measured.plan.replace(reasons={}) != s.plan.replace(reasons={}):
+            self.measured = None  # it would be compared with what it is not
         # The three traits change together: an observer of one finds the others already new.
         self._syncing = True
         try:
@@ -321,7 +323,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self.undo.disabled, self.redo.disabled = not s.can_undo, not s.can_redo
         self.messages.state(s.fit_advice() or (s.save_error or ""))
         kinds = {e.kind for t in (s.trace, self.measured) if t is not None for e in t.events}
-        _put(self._legend, legend_html((k for k in vm.KIND_TITLES if k in kinds), bool(s.trace.stalls)))
+        note = "" if self.measured is None else "In each lane: predicted above, measured below"
+        _put(self._legend, legend_html((k for k in vm.KIND_TITLES if k in kinds), bool(s.trace.stalls), note))
         if figures_too:
             self._draw_figures()
 

@@ -338,6 +338,8 @@ def timeline(
 
 
 def _clip(e: TraceEvent, lo: float, hi: float) -> TraceEvent:
+    if lo == 0.0 and e.end_s <= hi:
+        return e
     start, stop = max(e.start_s, lo), min(e.end_s, hi)
     return TraceEvent(e.lane, e.kind, e.name, start - lo, stop - start, e.bytes, e.block, e.bucket, e.step)
 

@@ -1,5 +1,5 @@
 """GPU kernels in Triton, bit for bit equal to the CPU's: the same operations in the same order, square root and
-division correctly rounded, no product fused into a sum (`enable_fp_fusion=False`).
+division correctly rounded, products fused into sums only where written (`enable_fp_fusion=False`).
 
 torch's fused AdamW would do for retained buckets, but it rounds in another order and refuses a bf16 gradient beside an
 fp32 master: then the number of retained buckets would change the training.
@@ -35,8 +35,8 @@ def _adam_kernel(
     m0 = tl.load(m_ptr + i, mask=mask, other=0.0)
     v0 = tl.load(v_ptr + i, mask=mask, other=0.0)
     p0 = tl.load(p_ptr + i, mask=mask, other=0.0)
-    m1 = m0 + one_minus_b1 * (grad - m0)
-    v1 = v0 * beta2 + (one_minus_b2 * grad) * grad
+    m1 = tl.fma(one_minus_b1 + tl.zeros_like(m0), grad - m0, m0)
+    v1 = tl.fma(one_minus_b2 * grad, grad, v0 * beta2)
     denominator = tl.div_rn(tl.sqrt_rn(v1), bc2_sqrt + tl.zeros_like(v1)) + eps
     p1 = p0 * decay + tl.div_rn(neg_step_size * m1, denominator)
     tl.store(m_ptr + i, m1, mask=mask)

@@ -1,7 +1,7 @@
 """The kernels and the worker in numpy, with the compiled module's interface and its exact bits.
 
-Used where no compiler was found. Everything takes addresses, as the compiled module does; each numpy operation rounds
-once, in the order of csrc/scalar_ops.h.
+Used where no compiler was found. Everything takes addresses, as the compiled module does; the operations and their
+order are those of csrc/scalar_ops.h.
 """
 
 from __future__ import annotations
@@ -84,6 +84,18 @@ def adam_scalars(
     return tuple(float(np.float32(x)) for x in values)  # type: ignore[return-value]
 
 
+def _fma(a: Any, b: Array, c: Array) -> Array:
+    """a·b + c in fp32, rounded once. The product is exact in double; the sum is rounded to odd there, so that the
+    second rounding, to fp32, cannot go wrong (Boldo and Melquiond, 2008)."""
+    product, addend = np.float64(a) * b.astype(np.float64), c.astype(np.float64)
+    total = product + addend
+    back = total - product
+    lost = (product - (total - back)) + (addend - back)  # Knuth's exact error of the sum
+    even = (total.view(np.int64) & 1) == 0
+    odd = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
+    return np.where((lost != 0) & even & np.isfinite(total), odd, total).astype(np.float32)
+
+
 def _adam(
     p: int, m: int, v: int, g: int, g_code: int, out: int, out_code: int, n: int, scalars: tuple[float, ...]
 ) -> None:
@@ -91,8 +103,8 @@ def _adam(
     pa, ma, va = (_at(a, n, np.float32) for a in (p, m, v))
     with np.errstate(all="ignore"):
         grad = _load(g, n, g_code) * scale
-        ma[:] = ma + omb1 * (grad - ma)
-        va[:] = va * beta2 + (omb2 * grad) * grad
+        ma[:] = _fma(omb1, grad - ma, ma)
+        va[:] = _fma(omb2 * grad, grad, va * beta2)
         denominator = np.sqrt(va) / bc2_sqrt + eps
         pa[:] = pa * decay + (neg_step * ma) / denominator
     if out:

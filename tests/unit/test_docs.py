@@ -11,7 +11,8 @@ import pytest
 
 from superoffload import cli
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/design.md", "docs/cost_model.md")
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
 BLOCK = re.compile(r"(?:<!--(?P<note>[^>]*)-->\n)?```(?P<language>\w+)\n(?P<body>.*?)```", re.DOTALL)
 
 

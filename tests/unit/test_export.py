@@ -60,7 +60,7 @@ def test_deepspeed_waits_where_the_plan_waits() -> None:
 
 
 def test_deepspeed_refuses_weight_flow() -> None:
-    with pytest.raises(NotSupported, match="flow_blocks.*--set flow_blocks=none"):
+    with pytest.raises(NotSupported, match=r"flow_blocks.*--set flow_blocks=none"):
         export.deepspeed(config(flow_blocks=(3,)))
 
 
@@ -89,7 +89,7 @@ def test_html_stands_alone() -> None:
     pytest.importorskip("plotly", reason="needs the [lab] extra")
     pytest.importorskip("ipywidgets", reason="needs the [lab] extra")
     page = export.html(trace())
-    assert page.startswith("<html>")
+    assert "<html>" in page[:100]
     assert "Plotly.newPlot" in page
     assert '<script src="http' not in page
 

@@ -101,7 +101,7 @@ def test_a_run_folder_becomes_curves(tmp_path: Path, write_run: Callable[..., Pa
     view = read_run(run)
     assert view.steps == (1, 2, 3, 4)
     assert view.loss == (4.0, 2.0, pytest.approx(4 / 3), 1.0)
-    assert view.smooth_loss[1] == 3.0
+    assert view.smooth_loss[1] == pytest.approx((4 + 2 + 4 / 3 + 1) / 4)
     assert view.verdict_counts == (("clip", 1), ("commit", 3))
     assert view.unreadable_lines == 1
     assert view.state == "running"

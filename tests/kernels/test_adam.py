@@ -1,0 +1,165 @@
+"""AdamW on flat arrays: near float64, equal in every bit across instruction sets, threads, starts and the fall-back."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from superoffload import kernels
+from superoffload.errors import InputError
+from superoffload.kernels import native, reference
+
+SIZES = (1, 3, 7, 15, 17, 31, 33, 63, 65, 97, 16384, 16385, 40_007)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HYPER = {"lr": 3e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+ISAS = kernels.capabilities()["isas"]
+
+
+def arrays(n: int, grad_dtype: torch.dtype, *, seed: int = 0, offset: int = 0) -> list[torch.Tensor]:
+    """p, m, v, g with zeros, denormals and a wide range of sizes; `offset` elements off the allocation's start."""
+    g = torch.Generator().manual_seed(1000 * seed + n)
+    scale = torch.exp(3 * torch.randn(n, generator=g))
+    p = torch.randn(n, generator=g)
+    m = torch.randn(n, generator=g) * scale * 1e-2
+    v = torch.rand(n, generator=g) * scale * scale * 1e-4
+    grad = (torch.randn(n, generator=g) * scale).clamp(-6e4, 6e4)
+    if n > 30:
+        v[::17], grad[::13], m[::19], v[::23] = 0.0, 0.0, 1e-41, 1e-42
+    shifted = []
+    for x, dtype in ((p, None), (m, None), (v, None), (grad, grad_dtype)):
+        room = torch.zeros(n + offset, dtype=dtype or torch.float32)
+        room[offset:] = x.to(room.dtype)
+        shifted.append(room[offset:])
+    return shifted
+
+
+def step(isa: str, a: list[torch.Tensor], out: torch.Tensor | None, *, threads: int = 1, times: int = 2) -> list[bytes]:
+    """Run some steps on copies; returns the bytes of p, m, v and out. `isa` may be the numpy fall-back."""
+    p, m, v, g = (x.clone() for x in a)
+    out = None if out is None else out.clone()
+    for t in range(1, times + 1):
+        if isa == "reference":
+            reference.adam_step(
+                p.data_ptr(), m.data_ptr(), v.data_ptr(), g.data_ptr(),
+                kernels.DTYPE_CODES[str(g.dtype)[6:]], 0 if out is None else out.data_ptr(),
+                0 if out is None else kernels.DTYPE_CODES[str(out.dtype)[6:]], p.numel(), *HYPER.values(), t, 0.37, 1,
+            )  # fmt: skip
+        else:
+            with kernels.force_isa(isa):
+                kernels.adam_step(p, m, v, g, **HYPER, step=t, grad_scale=0.37, out16=out, threads=threads)
+    return [x.view(torch.uint8).numpy().tobytes() for x in (p, m, v, out) if x is not None]
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+def test_every_isa_thread_count_and_start_gives_the_same_bits(grad_dtype, out_dtype):
+    for n in SIZES:
+        a = arrays(n, grad_dtype)
+        out = None if out_dtype is None else torch.zeros(n, dtype=out_dtype)
+        expected = step("scalar" if "scalar" in ISAS else "reference", a, out)
+        for isa in [*ISAS, "reference"]:
+            assert step(isa, a, out) == expected, (isa, n)
+        assert step(ISAS[0], a, out, threads=3) == expected, ("three threads", n)
+        for offset in (1, 3):
+            assert step(ISAS[0], arrays(n, grad_dtype, offset=offset), out) == expected, ("unaligned", n)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+def test_one_step_is_near_float64(isa, grad_dtype):
+    """Each result within 4 ulp of float64, at the size of the larger operand of its last addition."""
+    for n in SIZES:
+        a = arrays(n, grad_dtype, seed=1)
+        p0, m0, v0, g0 = (x.double().numpy() for x in a)
+        p, m, v, g = (x.clone() for x in a)
+        with kernels.force_isa(isa):
+            kernels.adam_step(p, m, v, g, **HYPER, step=3, grad_scale=0.37)
+        lr, b1, b2, eps, wd = HYPER.values()
+        grad = g0 * np.float64(np.float32(0.37))
+        m1 = m0 + (1 - b1) * (grad - m0)
+        v1 = v0 * b2 + (1 - b2) * grad * grad
+        update = lr / (1 - b1**3) * m1 / (np.sqrt(v1) / math.sqrt(1 - b2**3) + eps)
+        p1 = p0 * (1 - lr * wd) - update
+        for name, got, want, size in (
+            ("m", m, m1, np.maximum(np.abs(m0), np.abs(grad))),
+            ("v", v, v1, np.maximum(v0, grad * grad)),
+            ("p", p, p1, np.maximum(np.abs(p0), np.abs(update))),
+        ):
+            ulp = np.spacing(np.maximum(size, 1e-38).astype(np.float32)).astype(np.float64)
+            worst = np.max(np.abs(got.double().numpy() - want) / ulp)
+            assert worst <= 4, (name, n, worst)
+
+
+def test_twenty_steps_against_torch():
+    """Recorded gradients, 20 steps: within 4 ulp at the scale of max(|p|, lr) of torch.optim.AdamW."""
+    n = 20_000
+    g = torch.Generator().manual_seed(5)
+    theirs = torch.nn.Parameter(torch.randn(n, generator=g))
+    p, m, v = theirs.detach().clone(), torch.zeros(n), torch.zeros(n)
+    optimizer = torch.optim.AdamW([theirs], lr=1e-3, weight_decay=0.1, foreach=False)
+    for t in range(1, 21):
+        grad = torch.randn(n, generator=g) * 0.1
+        theirs.grad = grad.clone()
+        optimizer.step()
+        kernels.adam_step(p, m, v, grad, lr=1e-3, weight_decay=0.1, step=t)
+    scale = theirs.detach().abs().clamp(min=1e-3)
+    ulps = (p - theirs.detach()).abs() / torch.from_numpy(np.spacing(scale.numpy()))
+    assert ulps.max() <= 4
+    assert not torch.equal(p, theirs.detach() * 0)
+
+
+def test_an_optimizer_that_did_nothing_would_be_noticed():
+    p, m, v, g = arrays(1000, torch.float32)
+    before = p.clone()
+    kernels.adam_step(p, m, v, g, **HYPER, step=1)
+    assert (p != before).float().mean() > 0.9
+
+
+def test_floating_point_modes_of_the_caller_do_not_matter_and_are_restored():
+    a = arrays(997, torch.float32)
+    expected = step(ISAS[0], a, None)
+    torch.set_flush_denormal(True)
+    try:
+        assert step(ISAS[0], a, None) == expected
+        flushed = torch.tensor([1e-41]) * 0.5
+        assert flushed.item() == 0.0, "the caller's own mode must still be flush-to-zero"
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def _bad_calls():
+    def good():
+        return dict(zip("pmvg", arrays(64, torch.float32), strict=True))
+
+    yield "dtype", {**good(), "p": torch.zeros(64, dtype=torch.float64)}, "float64"
+    yield "stride", {**good(), "m": torch.zeros(128)[::2]}, "strided"
+    yield "shape", {**good(), "v": torch.zeros(8, 8)}, "shape"
+    yield "length", {**good(), "g": torch.zeros(63)}, "lengths differ"
+    yield "grad", {**good(), "p": torch.zeros(64, requires_grad=True)}, "detach"
+    yield "device", {**good(), "p": torch.zeros(64, device="meta")}, "meta"
+    frozen = np.zeros(64, np.float32)
+    frozen.flags.writeable = False
+    yield "read-only", {**good(), "p": frozen}, "read-only"
+    base = torch.zeros(100)
+    yield "overlap", {**good(), "p": base[:64], "m": base[36:]}, "overlap"
+    yield "out16", {**good(), "out16": torch.zeros(64)}, "bfloat16"
+
+
+@pytest.mark.parametrize(("what", "call", "says"), list(_bad_calls()), ids=lambda x: x if isinstance(x, str) else "")
+def test_refused_and_nothing_changed(what, call, says):
+    before = {k: x.tolist() for k, x in call.items() if getattr(x, "device", None) != torch.device("meta")}
+    with pytest.raises(InputError, match=says):
+        kernels.adam_step(call["p"], call["m"], call["v"], call["g"], **HYPER, step=1, out16=call.get("out16"))
+    assert {k: call[k].tolist() for k in before} == before
+
+
+def test_unknown_isa():
+    with pytest.raises(InputError, match="avx9"), kernels.force_isa("avx9"):
+        pass
+
+
+def test_scalars_are_those_of_the_fallback():
+    for t in (1, 2, 17, 1000, 123_456):
+        args = (2e-4, 0.9, 0.95, 1e-6, 0.03, t, 0.25)
+        assert native.adam_scalars(*args) == reference.adam_scalars(*args)

@@ -1,0 +1,167 @@
+"""Measure runs the engine on a real module and leaves it bit-identical (DESIGN I10)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+
+from superoffload.engine import OffloadAdamW  # noqa: E402
+from superoffload.errors import InputError, NotSupported  # noqa: E402
+from superoffload.hardware import preset  # noqa: E402
+from superoffload.plan import Plan  # noqa: E402
+from superoffload.profiler import Profile  # noqa: E402
+from superoffload.profiling import profile as measure_profile  # noqa: E402
+from superoffload.tracing import Trace  # noqa: E402
+from superoffload.widgets import Tuner  # noqa: E402
+from superoffload.widgets.measuring import Cancelled, measure_steps  # noqa: E402
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.1)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Tiny(nn.Module):
+    def __init__(self, width: int = 32, layers: int = 3):
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+BATCH = torch.arange(32).reshape(2, 16) % 64
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def model(request: pytest.FixtureRequest) -> Iterator[nn.Module]:
+    torch.manual_seed(0)
+    m = Tiny().to(request.param).eval()
+    m.layers[1].train()
+    m.head.weight.grad = torch.ones_like(m.head.weight)
+    yield m
+
+
+def state(m: nn.Module) -> dict[str, object]:
+    """Everything that measuring must not change, as bytes."""
+
+    def raw(t: Tensor | None) -> object:
+        return None if t is None else (str(t.dtype), t.detach().contiguous().view(-1).view(torch.uint8).tolist())
+
+    return {
+        "parameters": {n: raw(p) for n, p in m.named_parameters()},
+        "gradients": {n: raw(p.grad) for n, p in m.named_parameters()},
+        "buffers": {n: raw(b) for n, b in m.named_buffers()},
+        "modes": [x.training for x in m.modules()],
+        "random": torch.get_rng_state().tolist(),
+        "hooks": [len(x._forward_hooks) + len(x._forward_pre_hooks) for x in m.modules()],
+    }
+
+
+@pytest.fixture
+def profiled(model: nn.Module) -> Profile:
+    return measure_profile(model, BATCH, hardware=preset("laptop"), repeats=1)
+
+
+def plan_for(p: Profile, **fields: object) -> Plan:
+    return Plan(bucket_mb=0.03, activations="none", micro_batch=p.micro_batch, seq_len=p.seq_len, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fields", [{}, {"accumulation": 2}, {"retained_buckets": 1, "cast_down": "cpu"}])
+def test_measuring_leaves_the_model_bit_identical(model: nn.Module, profiled: Profile, fields: dict[str, object]) -> None:
+    before = state(model)
+    done: list[int] = []
+    trace = measure_steps(model, BATCH, profiled, plan_for(profiled, **fields), steps=2, progress=done.append)
+    assert state(model) == before
+    assert done == [1, 2, 3]
+    assert (trace.source, trace.hardware) == ("measured", "laptop")
+    assert trace.step_s > 0
+    assert trace.tokens_per_step == 32 * int(fields.get("accumulation", 1))  # type: ignore[call-overload]
+    assert {"forward", "backward", "adam"} <= {e.kind for e in trace.events}
+
+
+def test_cancel_and_errors_leave_it_bit_identical_too(model: nn.Module, profiled: Profile) -> None:
+    before = state(model)
+    stop = threading.Event()
+    with pytest.raises(Cancelled):
+        measure_steps(model, BATCH, profiled, plan_for(profiled), stop=stop, progress=lambda _: stop.set())
+    assert state(model) == before
+    with pytest.raises(NotSupported, match="flow_blocks"):
+        measure_steps(model, BATCH, profiled, plan_for(profiled, flow_blocks=(1,)))
+    assert state(model) == before
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory, say")
+
+    handle = model.layers[2].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="say"):
+        measure_steps(model, BATCH, profiled, plan_for(profiled))
+    handle.remove()
+    assert state(model) == before
+
+
+def test_an_attached_optimizer_is_not_thrown_away(model: nn.Module, profiled: Profile) -> None:
+    with OffloadAdamW(model, plan=plan_for(profiled)), pytest.raises(InputError, match=r"opt\.close"):
+        measure_steps(model, BATCH, profiled, plan_for(profiled))
+
+
+def test_the_panel_measures_in_a_thread_and_overlays(model: nn.Module, profiled: Profile) -> None:
+    t = Tuner(profiled, plan_for(profiled), autosave=False)
+    t.measure.value = True
+    panel = t.measure_panel
+    assert panel is not None
+    assert panel.start.disabled
+    assert "Tuner(model, batch=batch)" in panel.messages.value
+
+    t = Tuner(profiled, plan_for(profiled), autosave=False)
+    t._model, t._batch = model, BATCH
+    t.measure.value = True
+    panel = t.measure_panel
+    assert panel is not None
+    panel.steps.value = 2
+    panel.start.click()
+    panel.start.click()
+    refused = panel.messages.value
+    panel.wait(60)
+    assert not panel.running
+    assert "a measurement is running" in refused or "Measured" in refused
+    assert "Measured" in panel.messages.value
+    assert isinstance(t.measured, Trace)
+    rows = {round(float(y), 3) for trace in t.timeline.data if trace.name == "Forward" for y in trace.y}
+    assert len(rows) == 2, "predicted and measured spans share the lane"
+    assert t.config.measurement is not None
+    assert t.config.measurement["source"] == "measured"
+    t.controls.retained.value = t.plan.retained_buckets + 1
+    assert t.measured is None, "an overlay of another plan would mislead"
+    assert t.config.measurement is None
+
+
+def test_a_plan_that_cannot_run_is_refused_in_the_panel(model: nn.Module, profiled: Profile) -> None:
+    t = Tuner(profiled, plan_for(profiled, flow_blocks=(1,)), autosave=False)
+    t._model, t._batch = model, BATCH
+    t.measure.value = True
+    panel = t.measure_panel
+    assert panel is not None
+    panel.start.click()
+    panel.wait(60)
+    assert "flow_blocks" in panel.messages.value
+    assert 'role="alert"' in panel.messages.value
+    assert t.measured is None

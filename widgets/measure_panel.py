@@ -1,0 +1,132 @@
+"""Measures real steps in the background and lays them over the predicted timeline."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as W
+
+from superoffload.errors import InputError
+from superoffload.tracing import Trace
+from superoffload.units import format_seconds
+from superoffload.widgets.parts import Guard, Messages, button, escape
+
+if TYPE_CHECKING:
+    from superoffload.widgets.tuner import Tuner
+
+
+class MeasurePanel(W.VBox):  # type: ignore[misc]
+    """Start, progress, cancel. The steps run in a thread, so that the kernel goes on answering.
+
+    Args:
+        tuner: the Tuner whose plan is measured and whose timeline takes the overlay.
+        model: the torch model, or None where the Tuner was opened on a profile.
+        batch: the batch of every micro-batch.
+    """
+
+    def __init__(self, tuner: Tuner, model: Any, batch: Any):
+        self._tuner, self._model, self._batch = tuner, model, batch
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self.messages = Messages()
+        guard = Guard(self.messages)
+        self.steps = W.BoundedIntText(
+            3, min=2, max=50, description="Steps", layout=W.Layout(width="110px"), style={"description_width": "40px"}
+        )
+        self.start = button("Measure steps", "Run real steps with this plan", guard(lambda _: self.run()))
+        self.start.button_style = "primary"
+        self.cancel = button("Cancel", "Stop after the present micro-batch", guard(lambda _: self.stop()))
+        self.clear = button("Remove overlay", "Show the prediction alone", guard(lambda _: tuner.show_measured(None)))
+        self.progress = W.IntProgress(0, 0, 1, layout=W.Layout(width="220px", visibility="hidden"))
+        self.cancel.disabled = True
+        possible = model is not None and batch is not None
+        for widget in (self.start, self.steps, self.clear):
+            widget.disabled = not possible
+        super().__init__(
+            [
+                W.HBox([self.steps, self.start, self.cancel, self.progress, self.clear], layout=W.Layout(align_items="center")),
+                self.messages,
+            ],
+            layout=W.Layout(margin="4px 0", padding="6px 8px", border="1px solid var(--jp-border-color2, #D8DCE2)"),
+        )  # fmt: skip
+        if not possible:
+            self.messages.notice(
+                "Measuring needs the model itself and a batch, and this panel was opened on a profile. "
+                'Open <span class="so-code">Tuner(model, batch=batch)</span>',
+                "warn",
+            )
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def run(self) -> None:
+        """Start measuring. Raises InputError while a measurement is running, or without a model."""
+        if self._model is None or self._batch is None:
+            raise InputError("there is no model to measure", expected="Tuner(model, batch=batch)")
+        if self.running:
+            raise InputError(
+                f"a measurement is running (step {self.progress.value} of {self.progress.max})",
+                remedy="Wait for it, or cancel it",
+            )
+        from superoffload.widgets.measuring import measure_steps
+
+        self._stop.clear()
+        self.progress.max, self.progress.value = self.steps.value + 1, 0
+        self.progress.layout.visibility = "visible"
+        self.cancel.disabled = False
+        session, steps = self._tuner.session, self.steps.value
+        plan, profile = session.plan, session.given
+        on_loop = _on_loop()
+
+        def work() -> None:
+            try:
+                trace = measure_steps(
+                    self._model, self._batch, profile, plan, steps=steps, stop=self._stop, progress=self._progressed
+                )
+            except Exception as error:  # shown in the panel, with its remedy
+                on_loop(lambda e=error: self._ended(None, e))
+            else:
+                on_loop(lambda: self._ended(trace, None))
+
+        self._thread = threading.Thread(target=work, name="superoffload-measure", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask the measurement to end; the model is put back."""
+        self._stop.set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until the measurement has ended: for scripts, not for a notebook."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _progressed(self, done: int) -> None:
+        self.progress.value = done
+
+    def _ended(self, trace: Trace | None, error: Exception | None) -> None:
+        self.progress.layout.visibility = "hidden"
+        self.cancel.disabled = True
+        if error is not None or trace is None:
+            self.messages.error(error or RuntimeError("the measurement gave no trace"))
+            return
+        predicted = self._tuner.session.trace
+        text = f"Measured <b>{format_seconds(trace.step_s)}</b> per step on {escape(trace.hardware)}"
+        if predicted.source == "modelled" and predicted.hardware == trace.hardware and predicted.step_s:
+            off = (predicted.step_s / trace.step_s - 1) * 100
+            text += f"; the model predicted {format_seconds(predicted.step_s)} ({off:+.1f} %)".replace("-", "−")
+        elif predicted.hardware != trace.hardware:
+            text += f"; the prediction above is for {escape(predicted.hardware)}"
+        self.messages.notice(text + ".")
+        self._tuner.show_measured(trace)
+
+
+def _on_loop() -> Callable[[Callable[[], None]], Any]:
+    """Hand a call to the kernel's loop, where widgets are used otherwise; without a loop call it at once."""
+    try:
+        return asyncio.get_running_loop().call_soon_threadsafe
+    except RuntimeError:
+        return lambda call: call()

@@ -1,0 +1,124 @@
+"""Runs real optimizer steps with a plan and leaves the model as it was, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from superoffload import model_source
+from superoffload.engine import OffloadAdamW, optimizer as engine_optimizer
+from superoffload.errors import InputError, SuperOffloadError
+from superoffload.plan import Plan
+from superoffload.profiler import Profile
+from superoffload.profiling import _inputs, _loss
+from superoffload.profiling_state import untouched
+from superoffload.tracing import Trace
+
+MAX_GRAD_NORM = 1.0
+"""Clipping is part of the step that is measured; with a learning rate of 0 its value changes nothing."""
+
+
+class Cancelled(SuperOffloadError):
+    """The measurement was stopped by the person who started it."""
+
+
+def measure_steps(
+    model: nn.Module,
+    batch: Any,
+    profile: Profile,
+    plan: Plan,
+    *,
+    steps: int = 3,
+    stop: threading.Event | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Trace:
+    """Run one step to warm up and `steps` more with this plan, at a learning rate of 0.
+
+    Weights, gradients, buffers, random state, modes and dtype are bit-identical afterwards, also after an error, running
+    out of memory, or a cancel.
+
+    Args:
+        model: on the device and in the dtype in which it will train.
+        batch: as for `superoffload.profile`; every micro-batch is this one.
+        profile: of the model: names the machine and counts its FLOPs.
+        plan: which the engine must be able to run.
+        steps: measured steps, at least 2.
+        stop: set it to cancel at the end of the present micro-batch.
+        progress: called with the number of steps done.
+
+    Returns:
+        The last step as events; `step_s` is the median of the measured steps.
+
+    Raises:
+        InputError: too few steps, or an optimizer of this package is attached to the model.
+        NotSupported: a plan that this version can simulate but not run.
+        Cancelled: `stop` was set.
+    """
+    if steps < 2:
+        raise InputError(f"steps = {steps}", expected="at least 2")
+    attached = engine_optimizer._engines.get(model)
+    if attached is not None and attached() is not None:
+        raise InputError(
+            "an OffloadAdamW is attached to this model, and measuring would need a second one",
+            remedy="Close it first (opt.close()), or measure before training",
+        )
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise InputError("the model has no trainable parameter", remedy="Set requires_grad on what shall train")
+    device = trainable[0].device
+    args, kwargs = _inputs(model, batch, device)
+    with _weights_kept(model), untouched(model, device):
+        if plan.activations == "full":
+            model_source.recompute_activations(model, True)
+        opt = OffloadAdamW(
+            model,
+            lr=0.0,
+            weight_decay=0.0,
+            max_grad_norm=MAX_GRAD_NORM,
+            gradient_accumulation_steps=plan.accumulation,
+            plan=plan,
+            record_trace=True,
+        )
+        try:
+            for step in range(steps + 1):
+                for k in range(plan.accumulation):
+                    if stop is not None and stop.is_set():
+                        raise Cancelled("the measurement was cancelled", remedy="The model is as it was before")
+                    with opt.no_sync() if k < plan.accumulation - 1 else contextlib.nullcontext():
+                        _loss(model(*args, **kwargs)).backward()
+                opt.step()
+                opt.zero_grad()
+                if progress is not None:
+                    progress(step + 1)
+            opt.synchronize()
+            trace = opt.trace(
+                tokens_per_step=profile.tokens * plan.accumulation,
+                model_flops_per_step=profile.model_flops * plan.accumulation,
+                peak_bf16_tflops=profile.hardware.gpu.peak_bf16_tflops,
+                hardware=profile.hardware.name,
+            )
+        finally:
+            opt.close()
+    return trace.replace(model=profile.model)
+
+
+@contextlib.contextmanager
+def _weights_kept(model: nn.Module) -> Iterator[None]:
+    """Put back every parameter whose bits have changed. A learning rate of 0 should leave none; this makes sure."""
+    kept = [(p, p.detach().to("cpu", copy=True)) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in kept:
+                if not torch.equal(_bits(p.detach().cpu()), _bits(value)):
+                    p.copy_(value)
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(-1).view(torch.uint8)
