@@ -56,6 +56,8 @@ void Worker::submit(StepDesc step) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_.empty()) throw std::runtime_error(failure_);
     if (stop_) throw std::runtime_error("the optimizer's worker is closed");
+    for (std::int32_t b : step.order)
+      if (b < 0 || std::size_t(b) >= buckets_.size()) throw std::runtime_error("a step names a bucket that does not exist");
     queue_.push_back(std::move(step));
   }
   work_.notify_one();
@@ -207,7 +209,11 @@ void Worker::update(const StepDesc& step, int index, float scale) {
   for (std::size_t s = 0; s < b.segments.size(); ++s) {
     const SegmentDesc& segment = b.segments[s];
     if (!active[segment.param]) continue;  // no gradient, no update: as torch does
-    scalars[s] = adam_scalars(step.hyper.at(groups[segment.param]), steps[segment.param], scale);
+    const std::int32_t group = groups[segment.param];
+    if (group < 0 || std::size_t(group) >= step.hyper.size())
+      throw std::runtime_error("parameter " + std::to_string(segment.param) + " is in group " + std::to_string(group) +
+                               ", but the step has " + std::to_string(step.hyper.size()));
+    scalars[s] = adam_scalars(step.hyper[group], steps[segment.param], scale);
     for (std::int64_t from = 0; from < segment.numel; from += kTile) {
       const std::int64_t left = segment.numel - from;
       tiles.push_back({std::int32_t(s), segment.start + from, left < std::int64_t(kTile) ? left : std::int64_t(kTile)});

@@ -57,3 +57,8 @@ class Plan(Record):
     def knobs(cls) -> tuple[str, ...]:
         """Names of the fields a person may set."""
         return tuple(name for name in cls.model_fields if name != "reasons")
+
+    def _repr_html_(self) -> str:
+        from superoffload.html_views import plan_html
+
+        return plan_html(self)

@@ -97,6 +97,11 @@ class Profile(Record):
     def tokens(self) -> int:
         return self.micro_batch * self.seq_len
 
+    def _repr_html_(self) -> str:
+        from superoffload.html_views import profile_html
+
+        return profile_html(self)
+
 
 def estimate(
     model: str | ModelSpec, *, micro_batch: int, seq_len: int, hardware: str | Hardware, dtype: str = "bfloat16"

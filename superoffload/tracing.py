@@ -114,6 +114,11 @@ class Trace(Record):
         period = min(self.step_s, self.window_s)
         return self.busy_s("gpu", period) / period if period else 0.0
 
+    def _repr_html_(self) -> str:
+        from superoffload.html_views import trace_html
+
+        return trace_html(self)
+
     def summary(self) -> dict[str, Any]:
         """The keys that `superoffload simulate --json` prints."""
         return {

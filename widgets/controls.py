@@ -40,7 +40,7 @@ class Knob(W.VBox):  # type: ignore[misc]
         """Show where the value comes from."""
         reason = plan.reasons.get(self.field)
         text = fixed or reason or "set by hand"
-        lead = "" if fixed or not reason else "<b>auto</b> "
+        lead = "" if fixed or not reason or reason.startswith("auto") else "<b>auto</b> "
         self.why.value = f'<span title="{escape(text)}">{lead}{escape(text)}</span>'
         self.auto.layout.display = None if not fixed and not reason else "none"
         if bool(self.control.disabled) != bool(fixed):

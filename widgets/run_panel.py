@@ -62,6 +62,7 @@ class RunPanel(W.VBox):  # type: ignore[misc]
         self._body = W.VBox([])
         super().__init__([style_sheet(), self._bridge, row, self.messages, self._body], layout=W.Layout(width="100%"))
         self.add_class("so-panel")
+        self.add_class("so-run")
         self._guard(self.refresh)()
         self._keep_following()
 

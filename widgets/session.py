@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from superoffload.widgets import view_models as vm
 SHAPE_FIELDS = ("micro_batch", "seq_len")
 """Plan fields that change what a micro-batch costs, so that the profile must be made anew."""
 MAX_UNDO = 200
+SAME_EDIT_S = 1.0
+"""Edits of one field that follow each other faster are one entry of the undo history."""
 SPEC_KEY = "spec"
 """Where an estimate keeps the model's shape."""
 
@@ -46,7 +49,9 @@ class Edit:
     plan: Plan
     hardware: Hardware
     topic: str
-    """What was edited to come here; neighbours with the same topic are one entry."""
+    """What was edited to come here; quick neighbours with the same topic are one entry."""
+    at_s: float = 0.0
+    """Monotonic time of the edit."""
 
 
 class Session:
@@ -199,9 +204,10 @@ class Session:
             return
         del self._history[self._position + 1 :]
         # Moving one slider to and fro is one edit: undo leads to where it stood before.
-        if len(self._history) > 1 and self._history[-1].topic == topic and not topic.startswith(("auto", "hardware", "plan")):
+        now, last = time.monotonic(), self._history[-1]
+        if len(self._history) > 1 and last.topic == topic and now - last.at_s < SAME_EDIT_S:
             self._history.pop()
-        self._history.append(Edit(self.plan, self.hardware, topic))
+        self._history.append(Edit(self.plan, self.hardware, topic, now))
         del self._history[:-MAX_UNDO]
         self._position = len(self._history) - 1
         self.save()

@@ -52,21 +52,21 @@ class _BlockHook:
         return (_BlockHook, (None, self._block))
 
 
-class _SaveHook:
-    """state_dict pre-hook: weights on their way must have arrived."""
+class _SyncHook:
+    """state_dict and load_state_dict pre-hook: weights on their way must have arrived."""
 
     def __init__(self, synchronize: Callable[[], None] | None):
         self._synchronize = synchronize
 
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def __call__(self, module: nn.Module, *args: Any) -> None:
         if self._synchronize is not None:
             self._synchronize()
 
-    def __deepcopy__(self, memo: Any) -> _SaveHook:
-        return _SaveHook(None)
+    def __deepcopy__(self, memo: Any) -> _SyncHook:
+        return _SyncHook(None)
 
     def __reduce__(self) -> Any:
-        return (_SaveHook, (None,))
+        return (_SyncHook, (None,))
 
 
 class Engine:
@@ -120,6 +120,7 @@ class Engine:
         self._with_gradient: set[int] = set()
         self._unentered: set[int] = set()
         self._worker_spans: list[tuple[int, int, int, int, int]] = []
+        self._versions = [p.param._version for p in self.params]
         self.worker = native.Worker(plan.adam_threads, self.device.cuda_api)
         self.worker.set_buckets(self.arenas.describe(self.device))
         self.worker.trace(trace)
@@ -130,7 +131,7 @@ class Engine:
 
     def _install(self, model: nn.Module, collects: Callable[[ManagedParam], bool]) -> None:
         # The hooks hold the engine weakly: a model must not keep alive an optimizer that everybody else has dropped.
-        this = weakref.ref(self)
+        this, wanted = weakref.ref(self), weakref.WeakMethod(collects)
 
         @torch.compiler.disable  # a host wait cannot be traced
         def ready(block: int) -> None:
@@ -138,8 +139,8 @@ class Engine:
                 engine.ready(block)
 
         def take(p: ManagedParam) -> None:
-            engine = this()
-            if engine is not None and collects(p):
+            engine, collects = this(), wanted()
+            if engine is not None and collects is not None and collects(p):
                 engine.take(p)
 
         def synchronize() -> None:
@@ -152,7 +153,8 @@ class Engine:
         for p in self.params:
             self._handles.append(collect_hook(take, p))
         for module in model.modules():
-            self._handles.append(module.register_state_dict_pre_hook(_SaveHook(synchronize)))
+            self._handles.append(module.register_state_dict_pre_hook(_SyncHook(synchronize)))
+            self._handles.append(module.register_load_state_dict_pre_hook(_SyncHook(synchronize)))
         self.recorder.watch(self.blocks)
 
     def take(self, p: ManagedParam) -> None:
@@ -219,6 +221,7 @@ class Engine:
         if not self.collector.collected:
             return False
         self.collector.finish()
+        self.adopt_edits()
         self.sequence += 1
         active = torch.zeros(len(self.params), dtype=torch.uint8)
         active[list(self.collector.collected)] = 1
@@ -242,6 +245,7 @@ class Engine:
             b.sequence = self.sequence
         self._update_retained(hyper, max_norm, active, counts)
         torch.autograd.graph.increment_version([p.param for p in self.params if active[p.index]])
+        self._versions = [p.param._version for p in self.params]
         self.collector.collected.clear()
         self._settle_blocks()
         if self.recorder.on:
@@ -342,8 +346,29 @@ class Engine:
         for block in range(len(self.blocks)):
             self.ready(block)
         self._entered = entered
+        self.adopt_edits()
         if self.device.is_cuda:
             torch.cuda.current_stream(self.device.device).synchronize()
+
+    def adopt_edits(self) -> None:
+        """Carry weights that somebody has written in place (a loaded checkpoint, a clamp) into the fp32 masters, as
+        torch's AdamW would see them. Where a weight still is its master rounded, the master is kept.
+
+        Edits are noticed by the parameter's version counter; one through `p.data` does not count there.
+        """
+        edited = [p for p in self.params if p.param._version != self._versions[p.index]]
+        for p in edited:
+            for index, s in p.places:
+                b = self.arenas.buckets[index]
+                self._wait_enqueued(b)
+                span = slice(s.start, s.start + s.numel)
+                weights = b.weights[span].to(b.master.device)
+                if b.master.data_ptr() != b.weights.data_ptr():
+                    kept = b.master[span].to(weights.dtype) == weights
+                    b.master[span].copy_(torch.where(kept, b.master[span], weights.float()))
+                if b.out is not None:
+                    b.out[span].copy_(weights)
+            self._versions[p.index] = p.param._version
 
     def verdict(self) -> tuple[int, float, float, bool]:
         """(sequence, gradient norm, clip coefficient, skipped) of the last judged step."""
@@ -368,6 +393,8 @@ class Engine:
                 b.weights[span].copy_(b.master[span].to(DTYPES[p.dtype]))
                 if b.out is not None:
                     b.out[span].copy_(b.master[span].to(DTYPES[p.dtype]))
+        if kind == "master":
+            self._versions[p.index] = p.param._version
 
     def _keep_spans(self) -> None:
         self._worker_spans += self.worker.take_spans()

@@ -39,6 +39,10 @@ class Lab:
             env[f"JUPYTER_{name}"] = str(folder / name)
         env |= {"IPYTHONDIR": str(folder / "ipython"), "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
                 "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces")}  # fmt: skip
+        self.settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
+        self.settings.mkdir(parents=True)
+        # JupyterLab asks once whether it may fetch news: a question over the figures, and a request to another host.
+        (self.settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
         self.log = folder / "server.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -69,6 +73,10 @@ class Lab:
                        "execution_count": None} for i, c in enumerate(cells)],
         }  # fmt: skip
         (self.root / name).write_text(json.dumps(body))
+
+    def theme(self, name: str) -> None:
+        """Choose JupyterLab's theme for pages opened from now on."""
+        (self.settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": name}))
 
     def url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.port}/lab/tree/{name}?token={TOKEN}&reset"
@@ -113,6 +121,39 @@ class Page:
     def run_all(self) -> None:
         self.menu("Run", "Run All Cells")
 
+    def run(self, name: str, cells: list[str]) -> None:
+        """Write a notebook, open it and run its cells."""
+        self.lab.notebook(name, cells)
+        self.open(name)
+        self.run_all()
+
+    def tuner(self) -> None:
+        """Wait until a Tuner is drawn, named and of its final size, and bring it into view."""
+        figure = ".so-tuner .js-plotly-plot .bars .point path"
+        try:
+            self.page.wait_for_selector(figure, timeout=60_000, state="attached")
+        except Exception:
+            seen = self.page.evaluate("Array.from(document.querySelectorAll('.jp-Cell'), e => e.innerText.slice(0, 600))")
+            raise AssertionError(f"no Tuner, see {self.shot('no_tuner')}; cells: {seen}; errors: {self.errors}") from None
+        self.page.wait_for_selector(".so-tuner .noUi-handle[aria-label='Retained']", timeout=30_000)
+        self.page.wait_for_function(
+            "() => [...document.querySelectorAll('.so-tuner .js-plotly-plot')].every("
+            "p => Math.abs(p.querySelector('.main-svg').clientWidth - p.clientWidth) <= 1)",
+            timeout=20_000,
+        )
+        self.page.evaluate("document.querySelector('.so-tuner').scrollIntoView({block: 'start'})")
+        self.page.wait_for_timeout(300)
+
+    def text(self, selector: str) -> str:
+        return self.page.text_content(selector) or ""
+
+    def until_text(self, selector: str, part: str) -> None:
+        """Wait until an element's text contains `part`."""
+        self.page.wait_for_function(
+            "([s, part]) => (document.querySelector(s)?.textContent ?? '').includes(part)", arg=[selector, part],
+            timeout=20_000,
+        )  # fmt: skip
+
     def shot(self, name: str) -> Path:
         path = self.shots / f"{name}.png"
         self.page.screenshot(path=str(path))
@@ -120,7 +161,7 @@ class Page:
 
     def trace_data(self, figure: int, name: str, column: str) -> list[float]:
         """A column of a trace as the browser draws it."""
-        return self.page.evaluate(
+        column_values: list[float] = self.page.evaluate(
             """([i, name, column]) => {
                 const gd = document.querySelectorAll('.so-tuner .js-plotly-plot')[i];
                 const trace = gd._fullData.find(t => t.name === name);
@@ -128,7 +169,8 @@ class Page:
                 return Array.from(v._inputArray || v);
             }""",
             [figure, name, column],
-        )  # type: ignore[no-any-return]
+        )
+        return column_values
 
     def check_clean(self) -> None:
         """Nothing left the machine and nothing went wrong in the browser."""
@@ -168,7 +210,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def new_page(chromium: Any, lab: Lab, shots: Path) -> Iterator[Callable[..., Page]]:
-    """Call it to get a page; ``dark=True`` opens JupyterLab in its dark theme."""
+    """Call it to get a page of a fresh browser profile."""
     contexts = []
 
     def make(width: int = 1280, height: int = 800) -> Page:

@@ -27,6 +27,16 @@ def llama(dtype: torch.dtype = torch.float32, *, device: str = "cpu", tied: bool
     return LlamaForCausalLM(config).to(device=device, dtype=dtype).train()
 
 
+def checkpointed(model: Any, reentrant: bool) -> Any:
+    """Recompute every layer in backward; the method's name changed within transformers 5."""
+    new = getattr(model, "activation_checkpointing_enable", None)
+    if new is not None:
+        new({"use_reentrant": reentrant})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return model
+
+
 def batches(n: int, *, device: str = "cpu", size: int = 2, seq: int = 24, seed: int = 1) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     return [torch.randint(0, VOCAB, (size, seq), generator=g).to(device) for _ in range(n)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from superoffload.engine import OffloadAdamW
-from tests.engine.common import batches, digest, llama, run_plan, train
+from tests.engine.common import batches, checkpointed, digest, llama, run_plan, train
 
 PLANS = {
     "one bucket": dict(bucket_mb=64),
@@ -158,9 +158,7 @@ def test_activation_checkpointing(reentrant):
     data = batches(4, device="cuda")
 
     def model(dtype, device):
-        m = llama(dtype, device=device)
-        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        return m
+        return checkpointed(llama(dtype, device=device), reentrant)
 
     reference = run_plan(torch.bfloat16, data, device="cuda", model=model)
     for name in ("many buckets", "half retained", "slow worker"):

@@ -92,6 +92,7 @@ def test_quickstart_goes_from_a_model_to_a_trained_one(tmp_path: Path, record_pr
     printed = text_of(notebook)
     assert "134,515,008 parameters" in printed
     assert "s modelled" in printed
-    shown = [set(o.get("data", ())) for c in notebook.cells for o in c.get("outputs", ())]
-    assert sum("application/vnd.jupyter.widget-view+json" in s for s in shown) == 2, "two Tuners"
+    shown = [o.get("data", {}) for c in notebook.cells for o in c.get("outputs", ())]
+    assert sum(s.get("text/plain", "").startswith("Tuner(") for s in shown) == 2
     assert sum("application/vnd.plotly.v1+json" in s for s in shown) == 2, "a timeline and the loss"
+    assert any("forward" in s.get("text/html", "") for s in shown), "the profile's table"

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 HEAVY = ("torch", "transformers", "datasets", "ipywidgets", "plotly", "anywidget", "IPython", "pandas", "networkx")
-LEAN = (
-    "superoffload", "errors", "units", "record", "hardware", "hardware_presets", "model", "model_presets", "profiler",
-    "graph", "memory", "plan", "planner", "simulator", "tracing", "layout", "config", "export", "doctor", "cli",
-    "cli_planning", "cli_running",
-)  # fmt: skip
+NEEDS_TORCH = frozenset({"profiling", "profiling_state", "probing", "model_source", "demo"})
+"""Top-level modules that measure or train; every other one is lean, a new one too."""
+NO_IMPORT = frozenset({"__main__"})
+PACKAGE = Path(__file__).resolve().parents[2] / "superoffload"
+LEAN = ("superoffload", *sorted({p.stem for p in PACKAGE.glob("*.py")} - NEEDS_TORCH - NO_IMPORT - {"__init__"}))
 
 
 def sources(repository: Path, folder: str = "superoffload") -> list[Path]:

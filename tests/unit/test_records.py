@@ -36,7 +36,7 @@ def a_profile(**changes: Any) -> Profile:
 
 def a_trace(**changes: Any) -> Trace:
     fields: dict[str, Any] = {
-        "source": "modelled", "step_s": 0.25, "tokens_per_step": 1000, "model_flops_per_step": 1e14,
+        "source": "modelled", "step_s": 2.0, "tokens_per_step": 8000, "model_flops_per_step": 8e14,
         "peak_bf16_tflops": 800.0, "hardware": "gh200", "model": "toy", "plan": Plan(flow_blocks=(1, 3)),
         "memory": Ledger(items=(LedgerItem("gpu", "weights", 5), LedgerItem("pinned", "gradients", 7),
                                 LedgerItem("host", "moments", 11)), gpu_capacity_bytes=4, host_capacity_bytes=100),
@@ -170,6 +170,7 @@ def test_trace_numbers_are_hand_countable() -> None:
     assert trace.busy_s("link_down") == 0.5
     assert trace.busy_s("cpu_adam") == 0
     assert trace.gpu_busy == 0.75
+    assert a_trace(step_s=1.0).gpu_busy == 1.0  # what lies after one step belongs to the next
     assert (trace.tokens_per_s, trace.model_tflops, trace.mfu) == (4000.0, 400.0, 0.5)
     assert a_trace(peak_bf16_tflops=0.0).mfu == 0
 

@@ -1,0 +1,88 @@
+"""How records show themselves in a notebook: plain HTML tables, no widget library."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from statistics import median
+from typing import TYPE_CHECKING
+
+from superoffload.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from superoffload.plan import Plan
+    from superoffload.profiler import BlockProfile, Profile
+    from superoffload.tracing import Trace
+
+SHOWN_STALLS = 5
+
+
+def profile_html(profile: Profile) -> str:
+    """One row per block, equal layers together with their medians."""
+    rows = []
+    for _, group in groupby(enumerate(profile.blocks), key=lambda item: (item[1].kind, item[1].tensor_numels)):
+        blocks = [b for _, b in group]
+        rows.append(
+            [
+                _title(blocks),
+                format_count(sum(b.params for b in blocks)),
+                format_seconds(median(b.forward_s for b in blocks)),
+                format_seconds(median(b.backward_s for b in blocks)),
+                format_bytes(median(b.activation_bytes for b in blocks)),
+                format_bytes(median(b.working_bytes for b in blocks)),
+            ]
+        )
+    forward, backward = (sum(getattr(b, key) for b in profile.blocks) for key in ("forward_s", "backward_s"))
+    kept = sum(b.activation_bytes for b in profile.blocks)
+    rows.append(["all", format_count(profile.params), format_seconds(forward), format_seconds(backward),
+                 format_bytes(kept), ""])  # fmt: skip
+    head = (
+        f"{profile.model}, {profile.micro_batch} × {profile.seq_len} tokens in {_dtypes(profile.blocks)} "
+        f"on {profile.hardware.name} ({profile.source})"
+    )
+    columns = ("block", "parameters", "forward", "backward", "kept for backward", "transient")
+    return _table(head, columns, rows)
+
+
+def plan_html(plan: Plan) -> str:
+    """One row per knob, with the reason of a choice."""
+    rows = [[name, _value(getattr(plan, name)), plan.reasons.get(name, "")] for name in plan.knobs()]
+    return _table("Plan", ("knob", "value", "why"), rows)
+
+
+def trace_html(trace: Trace) -> str:
+    """The headline numbers, and the longest waits of the GPU."""
+    rows = [
+        ["step", format_seconds(trace.step_s)],
+        ["tokens/s", f"{trace.tokens_per_s:,.0f}"],
+        ["model TFLOP/s", f"{trace.model_tflops:.3g}" + (f" ({trace.mfu:.0%} MFU)" if trace.mfu else "")],
+        ["GPU busy", f"{trace.gpu_busy:.0%}"],
+        ["memory", f"GPU {format_bytes(trace.memory.total('gpu'))}, host {format_bytes(trace.memory.total('host'))}"],
+    ]
+    longest = sorted((s for s in trace.stalls if s.lane == "gpu"), key=lambda s: -s.duration_s)[:SHOWN_STALLS]
+    rows += [[f"GPU waits {format_seconds(s.duration_s)}", s.cause] for s in longest]
+    return _table(f"{trace.model} on {trace.hardware} ({trace.source})", ("", ""), rows)
+
+
+def _title(blocks: Sequence[BlockProfile]) -> str:
+    first = blocks[0].name
+    return first if len(blocks) == 1 else f"{first} … {blocks[-1].name.rsplit('.', 1)[-1]} (each of {len(blocks)})"
+
+
+def _dtypes(blocks: Iterable[BlockProfile]) -> str:
+    return ", ".join(dict.fromkeys(b.dtype for b in blocks))
+
+
+def _value(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _table(head: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def line(cells: Iterable[str], tag: str) -> str:
+        return "<tr>" + "".join(f'<{tag} style="text-align:left">{html.escape(c)}</{tag}>' for c in cells) + "</tr>"
+
+    top = line(columns, "th") if any(columns) else ""
+    return f"<b>{html.escape(head)}</b><table>{top}{''.join(line(r, 'td') for r in rows)}</table>"
