@@ -41,7 +41,7 @@ class ManagedParam:
 
     @property
     def numel(self) -> int:
-        return self.param.numel()
+        return int(self.param.numel())
 
     @property
     def chunks(self) -> int:
@@ -129,7 +129,7 @@ class Arenas:
             for b in mine:
                 weights[b.index] = arena[start : start + b.numel]
                 start += b.numel
-            self._adopt(dtype, arena, {b.index: weights[b.index].storage_offset() for b in mine})
+            self._adopt(dtype, arena, {b.index: int(weights[b.index].storage_offset()) for b in mine})
 
         states: list[BucketState] = []
         cpu = [b for b in layouts if b.index < first_retained]
@@ -190,11 +190,12 @@ class Arenas:
 
     def chunks(self, segments: Sequence[Segment]) -> list[Chunk]:
         """Norm chunks of some segments of one bucket."""
-        return [
-            (s.start + i, min(NORM_CHUNK, s.numel - i), self.params[s.tensor].first_partial + (s.offset + i) // NORM_CHUNK)
-            for s in segments
-            for i in range(0, s.numel, NORM_CHUNK)
-        ]  # fmt: skip
+        found: list[Chunk] = []
+        for s in segments:
+            first = self.params[s.tensor].first_partial + s.offset // NORM_CHUNK
+            for k, i in enumerate(range(0, s.numel, NORM_CHUNK)):
+                found.append((s.start + i, min(NORM_CHUNK, s.numel - i), first + k))
+        return found
 
     def describe(self, device: Device) -> list[Any]:
         """The CPU buckets as the native worker wants them, at their own indices (retained ones stay empty)."""

@@ -180,8 +180,8 @@ def _check_names(engine: Engine, steps: dict[str, int], shape_of: Callable[[str]
     if ours != set(steps):
         missing, extra = sorted(ours - set(steps)), sorted(set(steps) - ours)
         raise InputError(
-            f"{path} is of another model: {len(missing)} parameters are missing {missing[:3]}, {len(extra)} are unknown "
-            f"{extra[:3]}",
+            f"{path} is of another model: {len(missing)} parameters are missing {missing[:3]}, "
+            f"{len(extra)} are unknown {extra[:3]}",
             expected="the parameters that this optimizer trains",
         )
     for p in engine.params:

@@ -23,7 +23,8 @@ from torch import nn
 from superoffload.engine import checkpoint
 from superoffload.engine.blocks import Block, find_blocks
 from superoffload.engine.buckets import DTYPES, ManagedParam
-from superoffload.engine.stepper import Engine, Hyper
+from superoffload.engine.retained import Hyper
+from superoffload.engine.stepper import Engine
 from superoffload.errors import EngineError, InputError, NotSupported, did_you_mean
 from superoffload.kernels import available_cores
 from superoffload.memory import Ledger, LedgerItem
@@ -245,7 +246,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights from the gradients since the last step; does not wait for the update to finish.
 
         Raises:
@@ -256,7 +257,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         hyper: list[Hyper] = [
-            (float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]))
+            Hyper(float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]))
             for g in self.param_groups
         ]
         self._count_skips()
@@ -355,12 +356,12 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """As torch's AdamW (`step`, `exp_avg`, `exp_avg_sq` by parameter index), plus `master`, the fp32 weights, where
         the model's are 16-bit. Tensors are on the CPU, in fp32. Empty before the first step."""
         return checkpoint.state_dict(self)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, under whatever plan, or a `torch.optim.AdamW` state. Moments keep their fp32 and
         never move to the parameters' device."""
         checkpoint.load_state_dict(self, state_dict)

@@ -25,48 +25,12 @@ from superoffload.engine.blocks import Block
 from superoffload.engine.buckets import DTYPES, Arenas, BucketState, ManagedParam
 from superoffload.engine.device import device_for
 from superoffload.engine.gradients import GradientCollector, collect_hook
+from superoffload.engine.hooks import BlockHook, SyncHook
 from superoffload.engine.recorder import KEEP_STEPS, Recorder
+from superoffload.engine.retained import Hyper, RetainedUpdate, Verdict
 from superoffload.errors import EngineError, InputError
-from superoffload.kernels import adam_scalars, native
-from superoffload.kernels import adam_step as adam_on_host
+from superoffload.kernels import native
 from superoffload.plan import Plan
-
-Hyper = tuple[float, float, float, float, float]
-"""lr, beta1, beta2, eps, weight_decay of one parameter group."""
-
-
-class _BlockHook:
-    """Forward pre-hook of a block. A copy of the model (an EMA, say) gets one that does nothing."""
-
-    def __init__(self, ready: Callable[[int], None] | None, block: int):
-        self._ready, self._block = ready, block
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self._ready is not None:
-            self._ready(self._block)
-
-    def __deepcopy__(self, memo: Any) -> _BlockHook:
-        return _BlockHook(None, self._block)
-
-    def __reduce__(self) -> Any:
-        return (_BlockHook, (None, self._block))
-
-
-class _SyncHook:
-    """state_dict and load_state_dict pre-hook: weights on their way must have arrived."""
-
-    def __init__(self, synchronize: Callable[[], None] | None):
-        self._synchronize = synchronize
-
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        if self._synchronize is not None:
-            self._synchronize()
-
-    def __deepcopy__(self, memo: Any) -> _SyncHook:
-        return _SyncHook(None)
-
-    def __reduce__(self) -> Any:
-        return (_SyncHook, (None,))
 
 
 class Engine:
@@ -112,8 +76,7 @@ class Engine:
             self._device_ticket = torch.zeros(1, dtype=torch.int64, device=self.device.device)
         self._order = [b.index for b in reversed(self.arenas.buckets) if not b.retained]
         self._active: torch.Tensor | None = None
-        self._judge: Any = None
-        self._retained_event = self.device.new_event()
+        self._retained = RetainedUpdate(self.arenas, self.device, self.collector.partials, self.recorder)
         self._block_ready = [0] * len(self.blocks)
         self._entered: set[int] = set()
         self._lazy = [False] * len(self.blocks)
@@ -133,7 +96,6 @@ class Engine:
         # The hooks hold the engine weakly: a model must not keep alive an optimizer that everybody else has dropped.
         this, wanted = weakref.ref(self), weakref.WeakMethod(collects)
 
-        @torch.compiler.disable  # a host wait cannot be traced
         def ready(block: int) -> None:
             if (engine := this()) is not None:
                 engine.ready(block)
@@ -143,18 +105,20 @@ class Engine:
             if engine is not None and collects is not None and collects(p):
                 engine.take(p)
 
+        untraced: Callable[[int], None] = torch.compiler.disable(ready)  # a host wait cannot be traced
+
         def synchronize() -> None:
             if (engine := this()) is not None:
                 engine.synchronize()
 
         for index, block in enumerate(self.blocks):
             for module in block.modules:
-                self._handles.append(module.register_forward_pre_hook(_BlockHook(ready, index)))
+                self._handles.append(module.register_forward_pre_hook(BlockHook(untraced, index)))
         for p in self.params:
             self._handles.append(collect_hook(take, p))
         for module in model.modules():
-            self._handles.append(module.register_state_dict_pre_hook(_SyncHook(synchronize)))
-            self._handles.append(module.register_load_state_dict_pre_hook(_SyncHook(synchronize)))
+            self._handles.append(module.register_state_dict_pre_hook(SyncHook(synchronize)))
+            self._handles.append(module.register_load_state_dict_pre_hook(SyncHook(synchronize)))
         self.recorder.watch(self.blocks)
 
     def take(self, p: ManagedParam) -> None:
@@ -181,7 +145,7 @@ class Engine:
         for index in self.arenas.block_buckets[block]:
             state = self.arenas.buckets[index]
             if state.retained:
-                self.device.compute_waits(self._retained_event)
+                self.device.compute_waits(self._retained.done)
                 continue
             self._wait_enqueued(state)
             self.device.compute_waits(state.done[state.sequence & 1])
@@ -243,7 +207,7 @@ class Engine:
         self._call(self.worker.submit, self._describe(hyper, max_norm, active))
         for b in self.arenas.cpu_buckets:
             b.sequence = self.sequence
-        self._update_retained(hyper, max_norm, active, counts)
+        self._retained.update(hyper, max_norm, active.tolist(), counts, self._settled_verdict)
         torch.autograd.graph.increment_version([p.param for p in self.params if active[p.index]])
         self._versions = [p.param._version for p in self.params]
         self.collector.collected.clear()
@@ -265,64 +229,6 @@ class Engine:
         for h in hyper:
             d.add_group(*h)
         return d
-
-    def _update_retained(
-        self, hyper: Sequence[Hyper], max_norm: float | None, active: torch.Tensor, counts: Sequence[int]
-    ) -> None:
-        retained = [b for b in self.arenas.buckets if b.retained]
-        if not retained:
-            return
-        if self.device.is_cuda:
-            from superoffload.kernels import gpu
-
-            if self._judge is None:
-                self._judge = gpu.DeviceVerdict(self.device.device)
-            self._judge.judge(self.collector.partials, max_norm, 1.0)
-        else:
-            self._call(self.worker.wait_verdict, self.sequence)
-            _, _, coefficient, skipped = self.worker.verdict()
-            if skipped:
-                return
-        for b in retained:
-            start = self.recorder.mark(self.device)
-            for span, p in self._runs(b, hyper, counts, active):
-                g, w = b.grad[span], None if b.layout.dtype == "float32" else b.weights[span]
-                lr, b1, b2, eps, wd = hyper[p.group]
-                constants = {
-                    "lr": lr,
-                    "beta1": b1,
-                    "beta2": b2,
-                    "eps": eps,
-                    "weight_decay": wd,
-                    "step": counts[p.index],
-                }
-                arrays = (b.master[span], b.exp_avg[span], b.exp_avg_sq[span], g)
-                if self.device.is_cuda:
-                    scalars = adam_scalars(**constants)
-                    gpu.adam_step(*arrays, w, self._judge.coefficient, self._judge.skip, 1.0, scalars)
-                else:
-                    adam_on_host(*arrays, **constants, grad_scale=coefficient, out16=w)
-            self.recorder.add("gpu", "gpu_adam", start, self.recorder.mark(self.device), bucket=b.index)
-        self.device.record(self._retained_event)
-
-    def _runs(
-        self, b: BucketState, hyper: Sequence[Hyper], counts: Sequence[int], active: torch.Tensor
-    ) -> list[tuple[slice, ManagedParam]]:
-        """Neighbouring segments with equal hyperparameters and step count, so that most buckets are one launch."""
-        runs: list[tuple[slice, ManagedParam]] = []
-        key: Any = None
-        for s in b.layout.segments:
-            p = self.params[s.tensor]
-            if not active[p.index]:
-                key = None
-                continue
-            mine = (hyper[p.group], counts[p.index])
-            if runs and mine == key:
-                runs[-1] = (slice(runs[-1][0].start, s.start + s.numel), p)  # padding between holds zeros
-            else:
-                runs.append((slice(s.start, s.start + s.numel), p))
-            key = mine
-        return runs
 
     def _settle_blocks(self) -> None:
         """Blocks seen to be entered before their gradient are waited for by their forward; for the others the step
@@ -370,14 +276,20 @@ class Engine:
                     b.out[span].copy_(weights)
             self._versions[p.index] = p.param._version
 
-    def verdict(self) -> tuple[int, float, float, bool]:
-        """(sequence, gradient norm, clip coefficient, skipped) of the last judged step."""
-        return tuple(self.worker.verdict())  # type: ignore[return-value]
+    def _settled_verdict(self) -> Verdict:
+        self._call(self.worker.wait_verdict, self.sequence)
+        return self.worker.verdict()
+
+    def verdict(self) -> Verdict:
+        """Of the last judged step."""
+        return self.worker.verdict()
 
     def gather(self, p: ManagedParam, kind: str) -> torch.Tensor:
         """`master`, `exp_avg` or `exp_avg_sq` of a parameter on the CPU, in its shape: a view where it lies in one
         piece, else a copy."""
-        pieces = [getattr(self.arenas.buckets[i], kind)[s.start : s.start + s.numel] for i, s in p.places]
+        pieces: list[torch.Tensor] = [
+            getattr(self.arenas.buckets[i], kind)[s.start : s.start + s.numel] for i, s in p.places
+        ]
         if len(pieces) == 1:
             return pieces[0].cpu().view(p.param.shape)
         return torch.cat([x.cpu() for x in pieces]).view(p.param.shape)

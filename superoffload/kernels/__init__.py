@@ -12,18 +12,19 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from superoffload.errors import InputError, unknown_name
 
-try:
+if TYPE_CHECKING:
     from superoffload import _kernels as native
+else:
+    try:
+        from superoffload import _kernels as native
+    except ImportError:  # a pure install: no compiler was found
+        from superoffload.kernels import reference as native
 
-    _COMPILED = True
-except ImportError:  # a pure install: no compiler was found
-    from superoffload.kernels import reference as native  # type: ignore[no-redef]
-
-    _COMPILED = False
+_COMPILED = native.__name__.endswith("._kernels")
 
 __all__ = [
     "DTYPE_CODES",
@@ -158,7 +159,11 @@ def adam_step(
     spans: dict[str, tuple[int, int]] = {}
     lengths: dict[str, int] = {}
     described: dict[str, tuple[int, str]] = {}
-    arrays = [("p", p, ("float32",), True), ("m", m, ("float32",), True), ("v", v, ("float32",), True)]
+    arrays: list[tuple[str, Any, tuple[str, ...], bool]] = [
+        ("p", p, ("float32",), True),
+        ("m", m, ("float32",), True),
+        ("v", v, ("float32",), True),
+    ]
     arrays += [("g", g, tuple(DTYPE_CODES), False)]
     if out16 is not None:
         arrays += [("out16", out16, ("bfloat16", "float16"), True)]
@@ -209,7 +214,8 @@ def cast(src: Any, dst: Any, *, threads: int | None = None) -> None:
     b, b_dtype, n_dst = _describe(dst, "dst", tuple(DTYPE_CODES), writable=True)
     if n != n_dst:
         raise InputError(f"lengths differ: src {n}, dst {n_dst}", expected="equal lengths")
-    _refuse_overlap({"src": (a, n * (4 if a_dtype == "float32" else 2)), "dst": (b, n * (4 if b_dtype == "float32" else 2))})  # fmt: skip
+    size = {"float32": 4, "bfloat16": 2, "float16": 2}
+    _refuse_overlap({"src": (a, n * size[a_dtype]), "dst": (b, n * size[b_dtype])})
     native.cast(a, DTYPE_CODES[a_dtype], b, DTYPE_CODES[b_dtype], n, _threads(threads))
 
 

@@ -141,7 +141,7 @@ def norm_partials(x: torch.Tensor, table: ChunkTable, out: torch.Tensor) -> None
 
 
 class DeviceVerdict:
-    """Clip coefficient and skip flag as device scalars, from the same partials and by the same formula as the host's."""
+    """Clip coefficient and skip flag as device scalars, from the host's partials by the host's formula."""
 
     def __init__(self, device: torch.device):
         self._total = torch.zeros(1, dtype=torch.float64, device=device)

@@ -250,7 +250,8 @@ class Worker:
         for param, start, numel in b.segments:
             if not active[param]:
                 continue
-            scalars = adam_scalars(*step.hyper[groups[param]], int(steps[param]), scale)
+            lr, b1, b2, eps, wd = step.hyper[groups[param]]
+            scalars = adam_scalars(lr, b1, b2, eps, wd, int(steps[param]), scale)
             grad = b.grad + start * (4 if b.grad_dtype == _F32 else 2)
             out = b.out + start * 2 if b.out else 0
             arrays = (b.master + start * 4, b.exp_avg + start * 4, b.exp_avg_sq + start * 4)

@@ -1,0 +1,108 @@
+"""The update of retained buckets, whose master weights and moments live on the device.
+
+On a GPU the verdict is computed there, from the same partial sums as the worker's and by the same formula, so that the
+host waits for nothing; where the CPU is the device, the worker's own verdict is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from superoffload.engine.buckets import Arenas, BucketState
+from superoffload.engine.device import Device
+from superoffload.engine.recorder import Recorder
+from superoffload.kernels import adam_scalars, adam_step
+
+Verdict = tuple[int, float, float, bool]
+"""Sequence, gradient norm before clipping, clip coefficient, skipped."""
+
+
+class Hyper(NamedTuple):
+    """Hyperparameters of one parameter group in one step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class RetainedUpdate:
+    """Runs AdamW over the retained buckets on the compute stream."""
+
+    def __init__(self, arenas: Arenas, device: Device, partials: torch.Tensor, recorder: Recorder):
+        self._buckets = [b for b in arenas.buckets if b.retained]
+        self._group_of = [p.group for p in arenas.params]
+        self._device, self._partials, self._recorder = device, partials, recorder
+        self.done = device.new_event()
+        """Recorded after the last update, for a forward on another stream."""
+        self._judge: Any = None
+        if self._buckets and device.is_cuda:
+            from superoffload.kernels import gpu
+
+            self._judge = gpu.DeviceVerdict(device.device)
+
+    def update(
+        self,
+        hyper: Sequence[Hyper],
+        max_norm: float | None,
+        active: Sequence[int],
+        counts: Sequence[int],
+        verdict: Callable[[], Verdict],
+    ) -> None:
+        """Enqueue the update.
+
+        Args:
+            active: per parameter, 1 where it had a gradient in this step.
+            counts: per parameter, the step count that it has when this step is committed.
+            verdict: waits for the worker's verdict; called only where the CPU is the device.
+        """
+        if not self._buckets:
+            return
+        coefficient = 1.0
+        if self._judge is not None:
+            self._judge.judge(self._partials, max_norm, 1.0)
+        else:
+            _, _, coefficient, skipped = verdict()
+            if skipped:
+                return
+        for b in self._buckets:
+            start = self._recorder.mark(self._device)
+            for span, group, count in self._runs(b, hyper, counts, active):
+                self._launch(b, span, hyper[group], count, coefficient)
+            self._recorder.add("gpu", "gpu_adam", start, self._recorder.mark(self._device), bucket=b.index)
+        self._device.record(self.done)
+
+    def _launch(self, b: BucketState, span: slice, h: Hyper, count: int, coefficient: float) -> None:
+        weights = None if b.layout.dtype == "float32" else b.weights[span]
+        arrays = (b.master[span], b.exp_avg[span], b.exp_avg_sq[span], b.grad[span])
+        if self._judge is None:
+            adam_step(*arrays, **h._asdict(), step=count, grad_scale=coefficient, out16=weights)
+            return
+        from superoffload.kernels import gpu
+
+        scalars = adam_scalars(**h._asdict(), step=count)
+        gpu.adam_step(*arrays, weights, self._judge.coefficient, self._judge.skip, 1.0, scalars)
+
+    def _runs(
+        self, b: BucketState, hyper: Sequence[Hyper], counts: Sequence[int], active: Sequence[int]
+    ) -> list[tuple[slice, int, int]]:
+        """Neighbouring segments with equal hyperparameters and step count as (span, group, count), so that most buckets
+        are one launch. The padding between them holds zeros and stays zero."""
+        runs: list[tuple[slice, int, int]] = []
+        last: tuple[Hyper, int] | None = None
+        for s in b.layout.segments:
+            if not active[s.tensor]:
+                last = None
+                continue
+            group = self._group_of[s.tensor]
+            key, end = (hyper[group], counts[s.tensor]), s.start + s.numel
+            if key == last:
+                runs[-1] = (slice(runs[-1][0].start, end), group, counts[s.tensor])
+            else:
+                runs.append((slice(s.start, end), group, counts[s.tensor]))
+            last = key
+        return runs
