@@ -12,8 +12,7 @@ constexpr std::size_t kWidth = 8;
 template <int D>
 inline __m256 load8(const void* base, std::size_t i) {
   if constexpr (D == kF32) return _mm256_loadu_ps(static_cast<const float*>(base) + i);
-  const __m128i h =
-      _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const std::uint16_t*>(base) + i));
+  const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const std::uint16_t*>(base) + i));
   if constexpr (D == kBF16) return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
   return _mm256_cvtph_ps(h);
 }
@@ -50,8 +49,8 @@ inline void adam_eight(float* p, float* m, float* v, const void* g, void* out, s
   const __m256 m1 = _mm256_fmadd_ps(_mm256_set1_ps(s.one_minus_b1), _mm256_sub_ps(grad, m0), m0);
   const __m256 v1 = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_set1_ps(s.one_minus_b2), grad), grad,
                                     _mm256_mul_ps(_mm256_loadu_ps(v + i), _mm256_set1_ps(s.beta2)));
-  const __m256 denominator = _mm256_add_ps(_mm256_div_ps(_mm256_sqrt_ps(v1), _mm256_set1_ps(s.bc2_sqrt)),
-                                           _mm256_set1_ps(s.eps));
+  const __m256 denominator =
+      _mm256_add_ps(_mm256_div_ps(_mm256_sqrt_ps(v1), _mm256_set1_ps(s.bc2_sqrt)), _mm256_set1_ps(s.eps));
   const __m256 p1 = _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(p + i), _mm256_set1_ps(s.decay)),
                                   _mm256_div_ps(_mm256_mul_ps(_mm256_set1_ps(s.neg_step_size), m1), denominator));
   _mm256_storeu_ps(m + i, m1);

@@ -55,6 +55,7 @@ constexpr int kSliceMs = 100;
 }  // namespace
 
 NB_MODULE(_kernels, m) {
+  nb::set_leak_warnings(false);  // an optimizer that lives until the interpreter exits is no leak
   m.attr("NORM_CHUNK") = so::kNormChunk;
   m.attr("NORM_LANES") = so::kNormLanes;
   m.attr("COMBINE_LANES") = so::kCombineLanes;
@@ -67,53 +68,49 @@ NB_MODULE(_kernels, m) {
   m.def("active_isa", [] { return std::string(so::kernels().name); });
   m.def("force_isa", [](const std::string& name) { return so::force_isa(name.c_str()); });
 
-  m.def("adam_scalars",
-        [](double lr, double b1, double b2, double eps, double wd, std::int64_t t, float scale) {
-          const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
-          return nb::make_tuple(s.grad_scale, s.one_minus_b1, s.beta2, s.one_minus_b2, s.decay, s.neg_step_size,
-                                s.bc2_sqrt, s.eps);
-        });
-  m.def("adam_step",
-        [](std::uintptr_t p, std::uintptr_t mm, std::uintptr_t v, std::uintptr_t g, int grad_dtype, std::uintptr_t out,
-           int out_dtype, std::size_t n, double lr, double b1, double b2, double eps, double wd, std::int64_t t,
-           float scale, int threads) {
-          nb::gil_scoped_release release;
-          const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
-          const so::AdamFn adam = so::kernels().adam[grad_dtype][out ? out_dtype : int(so::kF32)];
-          const std::size_t gs = so::dtype_bytes(grad_dtype), os = so::dtype_bytes(out_dtype);
-          shared_pool(threads).for_each(
-              (n + kTile - 1) / kTile,
-              [&](std::size_t i) {
-                const std::size_t from = i * kTile, count = n - from < kTile ? n - from : kTile;
-                adam(at<float>(p) + from, at<float>(mm) + from, at<float>(v) + from, at<char>(g) + from * gs,
-                     out ? at<char>(out) + from * os : nullptr, count, s);
-              },
-              threads);
-        });
+  m.def("adam_scalars", [](double lr, double b1, double b2, double eps, double wd, std::int64_t t, float scale) {
+    const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
+    return nb::make_tuple(s.grad_scale, s.one_minus_b1, s.beta2, s.one_minus_b2, s.decay, s.neg_step_size, s.bc2_sqrt,
+                          s.eps);
+  });
+  m.def("adam_step", [](std::uintptr_t p, std::uintptr_t mm, std::uintptr_t v, std::uintptr_t g, int grad_dtype,
+                        std::uintptr_t out, int out_dtype, std::size_t n, double lr, double b1, double b2, double eps,
+                        double wd, std::int64_t t, float scale, int threads) {
+    nb::gil_scoped_release release;
+    const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
+    const so::AdamFn adam = so::kernels().adam[grad_dtype][out ? out_dtype : int(so::kF32)];
+    const std::size_t gs = so::dtype_bytes(grad_dtype), os = so::dtype_bytes(out_dtype);
+    shared_pool(threads).for_each((n + kTile - 1) / kTile,
+                                  [&](std::size_t i) {
+                                    const std::size_t from = i * kTile, count = n - from < kTile ? n - from : kTile;
+                                    adam(at<float>(p) + from, at<float>(mm) + from, at<float>(v) + from,
+                                         at<char>(g) + from * gs, out ? at<char>(out) + from * os : nullptr, count, s);
+                                  },
+                                  threads);
+  });
   m.def("cast", [](std::uintptr_t src, int sd, std::uintptr_t dst, int dd, std::size_t n, int threads) {
     nb::gil_scoped_release release;
     const so::CastFn cast = so::kernels().cast[sd][dd];
     const std::size_t ss = so::dtype_bytes(sd), ds = so::dtype_bytes(dd);
-    shared_pool(threads).for_each(
-        (n + kTile - 1) / kTile,
-        [&](std::size_t i) {
-          const std::size_t from = i * kTile, count = n - from < kTile ? n - from : kTile;
-          cast(at<char>(src) + from * ss, at<char>(dst) + from * ds, count);
-        },
-        threads);
+    shared_pool(threads).for_each((n + kTile - 1) / kTile,
+                                  [&](std::size_t i) {
+                                    const std::size_t from = i * kTile, count = n - from < kTile ? n - from : kTile;
+                                    cast(at<char>(src) + from * ss, at<char>(dst) + from * ds, count);
+                                  },
+                                  threads);
   });
   // One partial per NORM_CHUNK elements of x, written to `partials` (float64).
   m.def("norm_partials", [](std::uintptr_t x, int dtype, std::size_t n, std::uintptr_t partials, int threads) {
     nb::gil_scoped_release release;
     const so::SumSqFn sum_sq = so::kernels().sum_sq[dtype];
     const std::size_t size = so::dtype_bytes(dtype);
-    shared_pool(threads).for_each(
-        (n + so::kNormChunk - 1) / so::kNormChunk,
-        [&](std::size_t i) {
-          const std::size_t from = i * so::kNormChunk, left = n - from;
-          at<double>(partials)[i] = sum_sq(at<char>(x) + from * size, left < so::kNormChunk ? left : so::kNormChunk);
-        },
-        threads);
+    shared_pool(threads).for_each((n + so::kNormChunk - 1) / so::kNormChunk,
+                                  [&](std::size_t i) {
+                                    const std::size_t from = i * so::kNormChunk, left = n - from;
+                                    at<double>(partials)[i] = sum_sq(at<char>(x) + from * size,
+                                                                     left < so::kNormChunk ? left : so::kNormChunk);
+                                  },
+                                  threads);
   });
   m.def("combine_partials", [](std::uintptr_t partials, std::size_t n) {
     nb::gil_scoped_release release;
@@ -147,10 +144,11 @@ NB_MODULE(_kernels, m) {
       .def_rw("upload_bytes", &so::BucketDesc::upload_bytes)
       .def_rw("stage", &so::BucketDesc::stage)
       .def_rw("stage_numel", &so::BucketDesc::stage_numel)
-      .def("set_events", [](so::BucketDesc& b, int parity, std::uintptr_t start, std::uintptr_t done) {
-        b.event_start[parity & 1] = start;
-        b.event_done[parity & 1] = done;
-      })
+      .def("set_events",
+           [](so::BucketDesc& b, int parity, std::uintptr_t start, std::uintptr_t done) {
+             b.event_start[parity & 1] = start;
+             b.event_done[parity & 1] = done;
+           })
       .def("add_segment", [](so::BucketDesc& b, std::int64_t param, std::int64_t start, std::int64_t numel) {
         b.segments.push_back({param, start, numel});
       });
@@ -171,7 +169,8 @@ NB_MODULE(_kernels, m) {
         s.hyper.push_back({lr, b1, b2, eps, wd});
       });
   nb::class_<so::Worker>(m, "Worker")
-      .def("__init__", [](so::Worker* self, int threads, const so::CudaApi& cuda) { new (self) so::Worker(threads, cuda); })
+      .def("__init__",
+           [](so::Worker* self, int threads, const so::CudaApi& cuda) { new (self) so::Worker(threads, cuda); })
       .def_prop_ro("threads", &so::Worker::threads)
       .def("set_buckets",
            [](so::Worker& w, nb::list list) {

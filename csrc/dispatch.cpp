@@ -10,6 +10,9 @@
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
+#if defined(SO_HAVE_SVE)
+#include <sys/auxv.h>
+#endif
 
 namespace so {
 namespace {
@@ -17,10 +20,24 @@ namespace {
 // Tables this CPU can run, best first.
 std::vector<const KernelTable*> usable_tables() {
   std::vector<const KernelTable*> tables;
+#if defined(SO_HAVE_AVX2) || defined(SO_HAVE_AVX512)
+  __builtin_cpu_init();  // asks the operating system too: the wide registers must survive a context switch
+#endif
+#ifdef SO_HAVE_AVX512
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    tables.push_back(avx512_table());
+#endif
 #ifdef SO_HAVE_AVX2
-  __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
     tables.push_back(avx2_table());
+#endif
+#ifdef SO_HAVE_SVE
+  constexpr unsigned long kHwcapSve = 1ul << 22;  // HWCAP_SVE of the Linux ABI; old headers lack the name
+  if (getauxval(AT_HWCAP) & kHwcapSve) tables.push_back(sve_table());
+#endif
+#ifdef SO_HAVE_NEON
+  tables.push_back(neon_table());
 #endif
   tables.push_back(scalar_table());
   return tables;

@@ -46,6 +46,15 @@ const KernelTable* scalar_table();
 #ifdef SO_HAVE_AVX2
 const KernelTable* avx2_table();
 #endif
+#ifdef SO_HAVE_AVX512
+const KernelTable* avx512_table();
+#endif
+#ifdef SO_HAVE_NEON
+const KernelTable* neon_table();
+#endif
+#ifdef SO_HAVE_SVE
+const KernelTable* sve_table();
+#endif
 
 // Chosen once by CPU features (or SUPEROFFLOAD_ISA); force_isa overrides it and returns false for an unknown name.
 const KernelTable& kernels();

@@ -57,7 +57,8 @@ void Worker::submit(StepDesc step) {
     if (!failure_.empty()) throw std::runtime_error(failure_);
     if (stop_) throw std::runtime_error("the optimizer's worker is closed");
     for (std::int32_t b : step.order)
-      if (b < 0 || std::size_t(b) >= buckets_.size()) throw std::runtime_error("a step names a bucket that does not exist");
+      if (b < 0 || std::size_t(b) >= buckets_.size())
+        throw std::runtime_error("a step names a bucket that does not exist");
     queue_.push_back(std::move(step));
   }
   work_.notify_one();
@@ -284,7 +285,8 @@ void Worker::upload(int index, std::int64_t sequence) {
     void* arguments[] = {&source, &destination, &n};
     constexpr unsigned kThreads = 256;
     const unsigned blocks = unsigned((n + kThreads - 1) / kThreads);
-    using Launch = int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+    using Launch =
+        int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
     check(at<Launch>(cuda_.launch_kernel)(at<void>(b.out_dtype == kBF16 ? cuda_.cast_bf16 : cuda_.cast_f16), blocks, 1,
                                           1, kThreads, 1, 1, 0, stream, arguments, nullptr),
           "cuLaunchKernel");

@@ -24,23 +24,23 @@ struct CudaApi {
 };
 
 struct SegmentDesc {
-  std::int64_t param;   // index into the step's per-parameter arrays
-  std::int64_t start;   // first element in the bucket
+  std::int64_t param;  // index into the step's per-parameter arrays
+  std::int64_t start;  // first element in the bucket
   std::int64_t numel;
 };
 
 // Addresses are of memory that the Python side owns and keeps alive until the worker is closed.
 struct BucketDesc {
   std::uintptr_t master = 0, exp_avg = 0, exp_avg_sq = 0;
-  std::uintptr_t grad = 0;       // held gradient on the host
+  std::uintptr_t grad = 0;  // held gradient on the host
   int grad_dtype = kF32;
   std::uintptr_t grad_cast = 0;  // fp32 scratch for a separate cast pass; 0 casts inside Adam
   std::uintptr_t out = 0;        // host copy of the new 16-bit weights; 0 where the weights are fp32
   int out_dtype = kF32;
-  bool out_separate = false;     // write `out` in a pass of its own instead of inside Adam
+  bool out_separate = false;  // write `out` in a pass of its own instead of inside Adam
   std::uintptr_t upload_from = 0, upload_to = 0;
   std::int64_t upload_bytes = 0;
-  std::uintptr_t stage = 0;      // device fp32 buffer: upload goes here and is cast into upload_to; 0 copies straight
+  std::uintptr_t stage = 0;  // device fp32 buffer: upload goes here and is cast into upload_to; 0 copies straight
   std::int64_t stage_numel = 0;
   // CUDA events around the upload, chosen by the parity of the sequence so that a trace can still read the last
   // step's while this step's are recorded. event_start is 0 when not traced.
@@ -50,30 +50,30 @@ struct BucketDesc {
 
 struct StepDesc {
   std::int64_t sequence = 0;
-  std::uintptr_t ticket = 0;       // int64 in pinned memory; the step may be judged once it equals `sequence`
-  std::uintptr_t partials = 0;     // float64
+  std::uintptr_t ticket = 0;    // int64 in pinned memory; the step may be judged once it equals `sequence`
+  std::uintptr_t partials = 0;  // float64
   std::int64_t partial_count = 0;
-  double max_norm = -1.0;          // negative: no clipping
+  double max_norm = -1.0;  // negative: no clipping
   double unscale = 1.0;
-  std::uintptr_t active = 0;       // uint8 per parameter: had a gradient in this step
-  std::uintptr_t steps = 0;        // int64 per parameter, incremented here when the step is committed
-  std::uintptr_t groups = 0;       // int32 per parameter
+  std::uintptr_t active = 0;  // uint8 per parameter: had a gradient in this step
+  std::uintptr_t steps = 0;   // int64 per parameter, incremented here when the step is committed
+  std::uintptr_t groups = 0;  // int32 per parameter
   std::int64_t param_count = 0;
-  std::vector<AdamHyper> hyper;    // per group
-  std::vector<std::int32_t> order; // buckets in the order in which they are updated
+  std::vector<AdamHyper> hyper;     // per group
+  std::vector<std::int32_t> order;  // buckets in the order in which they are updated
 };
 
 struct Verdict {
   std::int64_t sequence = 0;
   double norm = 0.0;
-  float coefficient = 1.0f;        // of clipping alone
-  bool skipped = false;            // a gradient was not finite
+  float coefficient = 1.0f;  // of clipping alone
+  bool skipped = false;      // a gradient was not finite
 };
 
 // Spans in nanoseconds of the steady clock (Python's time.perf_counter_ns on Linux).
 struct Span {
-  int kind;                        // 0 wait for the norm, 1 adam, 2 cast of gradients, 3 cast of weights, 4 upload (memory copy),
-                                   // 5 cast after upload
+  int kind;  // 0 wait for the norm, 1 adam, 2 cast of gradients, 3 cast of weights, 4 upload (memory copy),
+             // 5 cast after upload
   std::int32_t bucket;
   std::int64_t sequence, begin_ns, end_ns;
 };

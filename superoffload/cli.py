@@ -102,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar="KEY=VALUE",
-            help="fix a field of the plan (repeatable): bucket_mb=32, cast_down=fused, flow_blocks=3,5,7",
+            help="fix a plan field (repeatable): bucket_mb=32, flow_blocks=3,5,7; also counts: flow=8, buckets=16",
         )
         sub.add_argument("--out", metavar="FILE", help=f"write the {'plan' if name == 'plan' else 'trace'} here")
         if name == "plan":

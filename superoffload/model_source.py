@@ -56,7 +56,7 @@ def load(
     dtype = _dtype(dtype)
     _require_transformers()
     if ref.init == "random":
-        model, tokenizer = _random(ref, dtype, seed)
+        model, tokenizer = _random(ref, dtype, torch.device(device), seed)
     else:
         model, tokenizer = _pretrained(ref, dtype)
     model.config._name_or_path = ref.name  # what profiles and logs call it
@@ -190,7 +190,8 @@ class ByteTokenizer:
         """Nothing to write: the vocabulary is the bytes."""
 
 
-def _random(ref: ModelRef, dtype: torch.dtype, seed: int) -> tuple[Any, Any]:
+def _random(ref: ModelRef, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Any, Any]:
+    """Weights are drawn on the device itself (billions of them take minutes on a CPU), so they depend on its kind."""
     import transformers
 
     if _is_preset(ref.source):
@@ -200,7 +201,8 @@ def _random(ref: ModelRef, dtype: torch.dtype, seed: int) -> tuple[Any, Any]:
         folder, gguf = _resolve(ref)
         config = _auto("AutoConfig", folder, gguf, ref.source)
         words = _auto("AutoTokenizer", folder, gguf, ref.source)
-    with torch.random.fork_rng(devices=[]), _default_dtype(dtype):
+    forked = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=forked), _default_dtype(dtype), device:
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config)
     return model.to(dtype), words

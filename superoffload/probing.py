@@ -15,25 +15,20 @@ import math
 import os
 import platform
 import statistics
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from superoffload import kernels
+from superoffload import kernels, probing_link
 from superoffload.errors import InputError
-from superoffload.hardware import Cpu, Curve, Gpu, Hardware, Link
+from superoffload.hardware import Cpu, Gpu, Hardware
 from superoffload.kernels import available_cores
 from superoffload.model_source import cache_dir
+from superoffload.probing_link import Progress, measure_contention, measure_link, median_seconds, run_adam
 from superoffload.profiling_state import Clock
-from superoffload.units import ADAM_STREAM_BYTES, GB, MB, TERA
+from superoffload.units import ADAM_STREAM_BYTES, GB, TERA
 
-LINK_SIZES_MB = (1, 4, 16, 64, 256)
-ADAM_PARAMS = 1 << 24
-"""Parameters of the Adam measurement: 470 MB of traffic, far beyond any cache."""
 CAST_BYTES = 6
 """Bytes per element of a cast from fp32 to 16 bit: read 4, write 2."""
 
@@ -49,8 +44,6 @@ PEAK_BF16_TFLOPS = {
     "NVIDIA A100 80GB PCIe": 312.0,
 }
 """Vendor's dense bf16 peak by the driver's exact name; another GPU gets no MFU rather than a wrong one."""
-
-Progress = Callable[[str], None]
 
 
 def probe_machine(*, refresh: bool = False, progress: Progress | None = None) -> Hardware:
@@ -112,9 +105,11 @@ def measure(identity: dict[str, str], progress: Progress) -> Hardware:
     matmul = _measure_matmul(device)
     progress("device memory copy")
     hbm = _measure_device_copy(device)
-    link, link_how = _measure_link(device, progress)
+    link, link_how = measure_link(device, progress)
     progress("Adam and copies at once")
-    dram = max(_measure_dram(device, cores), adam[-1], hbm if not has_gpu else 0.0)
+    dram, write_cost = measure_contention(device, cores, adam[-1])
+    if not has_gpu:
+        dram = max(dram, hbm)
     if has_gpu:
         torch.cuda.empty_cache()
     name = identity.get("gpu", identity["cpu"])
@@ -138,6 +133,7 @@ def measure(identity: dict[str, str], progress: Progress) -> Hardware:
             adam_threads=adam_threads,
             adam_gb_per_s=adam,
             cast_gb_per_s=cast,
+            dma_write_cost=write_cost,
         ),
         link=link,
         shared_memory=not has_gpu,
@@ -146,9 +142,10 @@ def measure(identity: dict[str, str], progress: Progress) -> Hardware:
             "gpu.peak_bf16_tflops": "vendor's dense bf16 peak" if name in PEAK_BF16_TFLOPS else "not known",
             "gpu.matmul_bf16_tflops": f"{measured}: bf16 matrix product",
             "gpu.hbm_gb_per_s": f"{measured}: copy within the device, read and write counted",
-            "cpu.adam_gb_per_s": f"{measured}: fp32 AdamW of {ADAM_PARAMS / 1e6:.1f}M parameters, 28 bytes each",
+            "cpu.adam_gb_per_s": f"{measured}: fp32 AdamW, {probing_link.ADAM_PARAMS / 1e6:.0f}M parameters, 28 B each",
             "cpu.cast_gb_per_s": f"{measured}: fp32 to bf16, 6 bytes per element",
-            "cpu.dram_gb_per_s": f"{measured}: Adam and copies both ways at once, the highest sum seen",
+            "cpu.dram_gb_per_s": f"{measured}: Adam beside copies over the link, the highest sum seen",
+            "cpu.dma_write_cost": f"{measured}: what downloads take from Adam beyond their bytes",
             "link": f"{measured}: {link_how}",
         },
         fingerprint={**identity, "date": datetime.date.today().isoformat()},
@@ -157,37 +154,31 @@ def measure(identity: dict[str, str], progress: Progress) -> Hardware:
 
 def _measure_adam(threads: tuple[int, ...], progress: Progress) -> tuple[float, ...]:
     """GB/s of the project's own AdamW at each thread count, made ascending: more threads never hurt the model."""
-    p, m, v, g = (torch.zeros(ADAM_PARAMS) for _ in range(4))
-    g.fill_(1e-3)
+    state = [torch.zeros(probing_link.ADAM_PARAMS) for _ in range(4)]
+    state[3].fill_(1e-3)
     seconds: dict[int, list[float]] = {n: [] for n in threads}
     progress("CPU Adam")
-    for round_ in range(4):  # interleaved: the memory's speed drifts
+    for round_ in range(4):  # interleaved, since the memory's speed drifts; the first round warms up
         for n in threads:
             start = time.perf_counter()
-            _adam(p, m, v, g, n)
+            run_adam(state, n)
             if round_:
                 seconds[n].append(time.perf_counter() - start)
-    found = [ADAM_PARAMS * ADAM_STREAM_BYTES / statistics.median(seconds[n]) / GB for n in threads]
+    found = [probing_link.ADAM_PARAMS * ADAM_STREAM_BYTES / statistics.median(seconds[n]) / GB for n in threads]
     return tuple(max(found[: i + 1]) for i in range(len(found)))
 
 
-def _adam(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, threads: int) -> None:
-    kernels.adam_step(
-        p, m, v, g, lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10, threads=threads
-    )
-
-
 def _measure_cast(threads: int) -> float:
-    source, target = torch.zeros(ADAM_PARAMS), torch.zeros(ADAM_PARAMS, dtype=torch.bfloat16)
-    seconds = _median(lambda: kernels.cast(source, target, threads=threads), Clock(torch.device("cpu")))
-    return ADAM_PARAMS * CAST_BYTES / seconds / GB
+    source, target = torch.zeros(probing_link.ADAM_PARAMS), torch.zeros(probing_link.ADAM_PARAMS, dtype=torch.bfloat16)
+    seconds = median_seconds(lambda: kernels.cast(source, target, threads=threads), Clock(torch.device("cpu")))
+    return probing_link.ADAM_PARAMS * CAST_BYTES / seconds / GB
 
 
 def _measure_matmul(device: torch.device) -> float:
     n = 8192 if device.type == "cuda" else 1024
     a, b = (torch.full((n, n), 0.5, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(a)
-    seconds = _median(lambda: torch.mm(a, b, out=out), Clock(device))
+    seconds = median_seconds(lambda: torch.mm(a, b, out=out), Clock(device))
     return 2.0 * n**3 / seconds / TERA
 
 
@@ -196,125 +187,7 @@ def _measure_device_copy(device: torch.device) -> float:
     n = (1 << 30) if device.type == "cuda" else (1 << 27)
     a = torch.zeros(n, dtype=torch.uint8, device=device)
     b = torch.zeros_like(a)
-    return 2.0 * n / _median(lambda: b.copy_(a), Clock(device)) / GB
-
-
-def _measure_link(device: torch.device, progress: Progress) -> tuple[Link, str]:
-    largest = int(LINK_SIZES_MB[-1] * MB)
-    host, pinned = _host_buffers(largest, device)
-    near = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(2)]
-    curves: dict[str, list[float]] = {"down": [], "up": []}
-    clock = Clock(device)
-    for size_mb in LINK_SIZES_MB:
-        progress(f"link, {size_mb} MB")
-        n = int(size_mb * MB)
-        repeat = max(1, int(128 / size_mb))
-        for way in ("down", "up"):
-            target, source = (host[0], near[0]) if way == "down" else (near[1], host[1])
-            # one piece after another, so that without a GPU no piece is still in a cache
-            targets = [target[i * n : (i + 1) * n] for i in range(repeat)]
-            sources = [source[i * n : (i + 1) * n] for i in range(repeat)]
-
-            def copies(pairs: tuple[Any, ...] = tuple(zip(targets, sources, strict=True))) -> None:
-                for t, s in pairs:
-                    t.copy_(s, non_blocking=True)
-
-            curves[way].append(n * repeat / _median(copies, clock) / GB)
-    progress("link, both ways at once")
-    both = _measure_both(device, host, near)
-    sizes = tuple(float(s) for s in LINK_SIZES_MB)
-    how = "copies from and to pinned memory" if pinned else "copies from and to pageable memory"
-    link = Link(
-        down=Curve(size_mb=sizes, gb_per_s=tuple(curves["down"])),
-        up=Curve(size_mb=sizes, gb_per_s=tuple(curves["up"])),
-        both_gb_per_s=both,
-    )
-    return link, how if device.type == "cuda" else "there is no GPU: memory copies within the host"
-
-
-def _host_buffers(n: int, device: torch.device) -> tuple[list[torch.Tensor], bool]:
-    buffers = [torch.zeros(n, dtype=torch.uint8) for _ in range(2)]
-    if device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # a low memlock limit: measured as it is, and said in `sources`
-            return [b.pin_memory() for b in buffers], True
-    return buffers, False
-
-
-def _measure_both(device: torch.device, host: list[torch.Tensor], near: list[torch.Tensor]) -> float:
-    """Sum of both directions in GB/s while both run."""
-    n, repeat = host[0].numel(), 4
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        _enqueue_both(device, host, near, repeat)
-        torch.cuda.synchronize(device)
-        return 2 * n * repeat / (time.perf_counter() - start) / GB
-
-    def run(target: torch.Tensor, source: torch.Tensor) -> None:
-        for _ in range(repeat):
-            target.copy_(source)
-
-    workers = [threading.Thread(target=run, args=pair) for pair in ((host[0], near[0]), (near[1], host[1]))]
-    start = time.perf_counter()
-    for w in workers:
-        w.start()
-    for w in workers:
-        w.join()
-    return 2 * n * repeat / (time.perf_counter() - start) / GB
-
-
-def _enqueue_both(device: torch.device, host: list[torch.Tensor], near: list[torch.Tensor], repeat: int) -> None:
-    for target, source in ((host[0], near[0]), (near[1], host[1])):
-        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-            for _ in range(repeat):
-                target.copy_(source, non_blocking=True)
-
-
-def _measure_dram(device: torch.device, threads: int) -> float:
-    """GB/s of the host's memory with Adam on all threads beside copies both ways; without a GPU, 0: Adam alone and the
-    copy already show it."""
-    if device.type != "cuda":
-        return 0.0
-    n = int(LINK_SIZES_MB[-1] * MB)
-    host, _ = _host_buffers(n, device)
-    near = [torch.zeros(n, dtype=torch.uint8, device=device) for _ in range(2)]
-    p, m, v, g = (torch.zeros(ADAM_PARAMS) for _ in range(4))
-    _adam(p, m, v, g, threads)
-    repeat = 40  # about 200 ms at 50 GB/s each way
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    copied = threading.Event()
-    copy_seconds: list[float] = []
-
-    def wait() -> None:
-        torch.cuda.synchronize(device)
-        copy_seconds.append(time.perf_counter() - start)
-        copied.set()
-
-    _enqueue_both(device, host, near, repeat)
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    steps = 0
-    while not copied.is_set():
-        _adam(p, m, v, g, threads)
-        steps += 1
-    adam_seconds = time.perf_counter() - start
-    waiter.join()
-    adam = steps * ADAM_PARAMS * ADAM_STREAM_BYTES / adam_seconds / GB
-    return adam + 2 * n * repeat / copy_seconds[0] / GB
-
-
-def _median(work: Callable[[], object], clock: Clock, repeats: int = 5) -> float:
-    """Median seconds of `work` after two warm-up calls."""
-    seconds: list[float] = []
-    for i in range(repeats + 2):
-        start = clock.now()
-        work()
-        stop = clock.now()
-        clock.synchronize()
-        if i >= 2:
-            seconds.append(clock.seconds(start, stop))
-    return max(statistics.median(seconds), 1e-9)
+    return 2.0 * n / median_seconds(lambda: b.copy_(a), Clock(device)) / GB
 
 
 def host_memory_bytes() -> int:

@@ -11,18 +11,14 @@ from __future__ import annotations
 import contextlib
 import platform
 import statistics
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from superoffload.config import ModelRef
 from superoffload.engine.blocks import Block, find_blocks
@@ -31,10 +27,10 @@ from superoffload.hardware import Hardware
 from superoffload.model import from_transformers
 from superoffload.model_source import fingerprint, load, reference
 from superoffload.profiler import BlockProfile, Profile
+from superoffload.profiling_counts import MORE_FLOPS, Counter, Counts, Marks, Phase
 from superoffload.profiling_state import Clock, untouched
 from superoffload.units import format_bytes
 
-Phase = Literal["forward", "backward"]
 Batch = Mapping[str, Tensor] | Tensor
 
 
@@ -161,42 +157,6 @@ def model_name(model: nn.Module) -> str:
     return str(getattr(config, "_name_or_path", "") or type(model).__name__)
 
 
-@dataclass
-class _Counts:
-    """What the counting pass found, one entry per block."""
-
-    flops: list[float]
-    input_bytes: list[int]
-    kept_bytes: list[int]
-    working_bytes: list[int]
-
-
-@dataclass
-class _Marks:
-    """Where the work passed from block to block in one pass."""
-
-    clock: Clock
-    phase: Phase = "forward"
-    block: int = 0
-    entries: list[tuple[Phase, int, Any]] = field(default_factory=list)
-    entered: set[int] = field(default_factory=set)
-    """Blocks whose forward has begun, to tell a block's first module from its further ones."""
-
-    def to(self, block: int, phase: Phase | None = None) -> None:
-        """From here on `block` is at work."""
-        self.phase, self.block = phase or self.phase, block
-        if not self.entries or (self.phase, block) != self.entries[-1][:2]:
-            self.entries.append((self.phase, block, self.clock.now()))
-
-    def seconds(self, end: Any, n: int) -> dict[tuple[Phase, int], float]:
-        """Sum the spans between marks by phase and block."""
-        total: dict[tuple[Phase, int], float] = {(p, i): 0.0 for p in ("forward", "backward") for i in range(n)}
-        stops = [*(stamp for _, _, stamp in self.entries[1:]), end]
-        for (phase, block, start), stop in zip(self.entries, stops, strict=True):
-            total[phase, block] += self.clock.seconds(start, stop)
-        return total
-
-
 class _Runner:
     """Runs forward and backward with marks."""
 
@@ -213,39 +173,39 @@ class _Runner:
 
     def timed(self) -> dict[tuple[Phase, int], float]:
         """One pass: seconds by phase and block."""
-        marks = _Marks(Clock(self.device))
+        marks = Marks(Clock(self.device))
         with self._hooked(marks):
             end = self._pass(marks)
         return marks.seconds(end, len(self.blocks))
 
-    def counted(self) -> _Counts:
+    def counted(self) -> Counts:
         """One untimed pass that counts FLOPs, kept tensors and transients."""
-        counter = _Counter(self.model, len(self.blocks), self.device)
-        with self._hooked(counter), FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as flops, counter.watch:
+        counter = Counter(self.model, len(self.blocks), self.device)
+        with self._hooked(counter), FlopCounterMode(display=False, custom_mapping=MORE_FLOPS) as flops, counter.watch:
             counter.read_flops = flops.get_total_flops
             with saved_tensors_hooks(counter.keep, lambda t: t):
                 loss = self._forward(counter)
             self._backward(counter, loss)
             counter.close()
-        return _Counts(counter.flops, counter.input_bytes, counter.kept_bytes, counter.working_bytes)
+        return Counts(counter.flops, counter.input_bytes, counter.kept_bytes, counter.working_bytes)
 
-    def _pass(self, marks: _Marks) -> Any:
+    def _pass(self, marks: Marks) -> Any:
         loss = self._forward(marks)
         self._backward(marks, loss)
         end = marks.clock.now()
         marks.clock.synchronize()
         return end
 
-    def _forward(self, marks: _Marks) -> Tensor:
+    def _forward(self, marks: Marks) -> Tensor:
         marks.to(0)
         return _loss(self.model(*self.args, **self.kwargs))
 
-    def _backward(self, marks: _Marks, loss: Tensor) -> None:
+    def _backward(self, marks: Marks, loss: Tensor) -> None:
         marks.to(len(self.blocks) - 1, "backward")
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     @contextlib.contextmanager
-    def _hooked(self, marks: _Marks) -> Iterator[None]:
+    def _hooked(self, marks: Marks) -> Iterator[None]:
         handles: list[Any] = []
         owned = {id(m) for b in self.blocks for m in b.modules}
         for i, block in enumerate(self.blocks):
@@ -255,7 +215,7 @@ class _Runner:
                 if not surrounds:  # its output's gradient comes before those of the blocks inside it
                     handles.append(module.register_forward_hook(self._exit(marks, i, handles)))
             for _, p in block.parameters:
-                handles.append(p.register_post_accumulate_grad_hook(_drop))  # type: ignore[no-untyped-call]
+                handles.append(p.register_post_accumulate_grad_hook(_drop))
         try:
             yield
         finally:
@@ -263,128 +223,29 @@ class _Runner:
                 handle.remove()
 
     @staticmethod
-    def _entry(marks: _Marks, block: int) -> Any:
+    def _entry(marks: Marks, block: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if marks.phase == "forward":
                 marks.to(block)
-                if isinstance(marks, _Counter) and block not in marks.entered:
+                if isinstance(marks, Counter) and block not in marks.entered:
                     marks.count_input(block, tree_leaves((args, kwargs)))
                 marks.entered.add(block)
 
         return hook
 
     @staticmethod
-    def _exit(marks: _Marks, block: int, handles: list[Any]) -> Any:
+    def _exit(marks: Marks, block: int, handles: list[Any]) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if marks.phase == "forward":
                 for t in tree_leaves(output):
                     if isinstance(t, Tensor) and t.requires_grad:
-                        handles.append(t.register_hook(lambda grad: marks.to(block)))  # type: ignore[no-untyped-call]
+                        handles.append(t.register_hook(lambda grad: marks.to(block)))
 
         return hook
 
 
 def _drop(parameter: Tensor) -> None:
     parameter.grad = None  # as in training, where the engine takes each gradient as it arrives
-
-
-def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Scores and weighted sum of every query with every key: q [batch, heads, queries, dim], v [.., keys, dim]."""
-    batch, heads, queries, width = q
-    return int(2 * batch * heads * queries * k[-2] * (width + v[-1]))
-
-
-_MORE_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
-"""What FlopCounterMode does not know: attention on a CPU."""
-
-
-class _Counter(_Marks):
-    """Marks that also book FLOPs and bytes on the block at work."""
-
-    def __init__(self, model: nn.Module, n: int, device: torch.device) -> None:
-        super().__init__(Clock(device))
-        self.flops: list[float] = [0.0] * n
-        self.input_bytes, self.kept_bytes, self.working_bytes = [0] * n, [0] * n, [0] * n
-        self.watch = _Watch(model)
-        self.read_flops: Any = lambda: 0
-        self._seen_flops = 0
-        self._weights = {_key(t) for t in (*model.parameters(), *model.buffers()) if t.numel()}
-        self._kept: dict[int, torch.UntypedStorage] = {}  # storages held, so that no address is used twice
-        self._live = 0
-
-    def to(self, block: int, phase: Phase | None = None) -> None:
-        self._book()
-        super().to(block, phase)
-
-    def close(self) -> None:
-        self._book()
-        self._kept.clear()
-
-    def _book(self) -> None:
-        total = int(self.read_flops())
-        peak, live = self.watch.reset()
-        if self.phase == "forward":
-            self.flops[self.block] += total - self._seen_flops
-            transient = peak - live
-        else:
-            transient = peak - self._live
-        if self.entries:
-            self.working_bytes[self.block] = max(self.working_bytes[self.block], transient)
-        self._seen_flops, self._live = total, live
-
-    def count_input(self, block: int, leaves: list[Any]) -> None:
-        """The block's input: tensors that carry gradients, or the first tensor where none does (token ids)."""
-        tensors = [t for t in leaves if isinstance(t, Tensor)]
-        carried = list({_key(t): t for t in tensors if t.requires_grad}.values()) or tensors[:1]
-        self.input_bytes[block] = sum(t.numel() * t.element_size() for t in carried)
-        for t in carried:
-            self.keep(t)
-
-    def keep(self, t: Tensor) -> Tensor:
-        """Count the storage behind a saved tensor once, weights and buffers never."""
-        if t.numel() and t.device.type != "meta":
-            key, storage = _key(t), t.untyped_storage()
-            if key not in self._weights and key not in self._kept:
-                self._kept[key] = storage
-                self.kept_bytes[self.block] += storage.nbytes()
-        return t
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the bytes of live tensors and their peak, on any device."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
-        self._known: Any = WeakIdKeyDictionary()
-        for t in (*model.parameters(), *model.buffers()):
-            self._known[t.untyped_storage()] = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                storage = t.untyped_storage()
-                if storage not in self._known:
-                    self._known[storage] = True
-                    n = storage.nbytes()
-                    self.live += n
-                    weakref.finalize(storage, self._gone, n)
-        self.peak = max(self.peak, self.live)
-        return out
-
-    def _gone(self, n: int) -> None:
-        self.live -= n
-
-    def reset(self) -> tuple[int, int]:
-        """Peak since the last call, and bytes live now."""
-        result = self.peak, self.live
-        self.peak = self.live
-        return result
-
-
-def _key(t: Tensor) -> int:
-    return t.untyped_storage().data_ptr()
 
 
 def _inputs(model: nn.Module, batch: Batch, device: torch.device) -> tuple[tuple[Tensor, ...], dict[str, Any]]:

@@ -45,7 +45,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     lifted meanwhile, so that an optimizer attached to the model sees nothing of it.
     """
     gradients = [(p, p.grad) for p in model.parameters()]
-    accumulate_hooks = [(p, dict(h)) for p, _ in gradients if (h := p._post_accumulate_grad_hooks)]  # type: ignore[attr-defined]
+    accumulate_hooks = [(p, dict(h)) for p, _ in gradients if (h := p._post_accumulate_grad_hooks)]
     modes = [(m, m.training) for m in model.modules()]
     buffers = [
         (m, key, b, None if b is None else b.detach().clone()) for m in model.modules() for key, b in m._buffers.items()
@@ -64,7 +64,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
         for p, _ in gradients:
             p.grad = None
         for p, _ in accumulate_hooks:
-            p._post_accumulate_grad_hooks.clear()  # type: ignore[attr-defined]
+            p._post_accumulate_grad_hooks.clear()
         for owner, name, _ in switches:
             setattr(owner, name, False)
         model.train()
@@ -73,7 +73,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
         for owner, name, value in switches:
             setattr(owner, name, value)
         for p, hooks in accumulate_hooks:
-            p._post_accumulate_grad_hooks.update(hooks)  # type: ignore[attr-defined]
+            p._post_accumulate_grad_hooks.update(hooks)
         for p, grad in gradients:
             p.grad = grad
         for m, training in modes:

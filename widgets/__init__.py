@@ -1,6 +1,6 @@
 """Dashboards for Jupyter: tune a plan, look at the two processors, follow a run.
 
-    from superoffload.widgets import Tuner, RunPanel, plot_timeline, plot_memory, plot_loss
+from superoffload.widgets import Tuner, RunPanel, plot_timeline, plot_memory, plot_loss
 """
 
 from __future__ import annotations

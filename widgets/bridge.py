@@ -3,69 +3,16 @@ figures fit their place."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import anywidget
 import traitlets
 
-_ESM = """
-const bodyIsDark = () => {
-  const flag = document.body.dataset.jpThemeLight;
-  if (flag) return flag === "false";
-  const rgb = getComputedStyle(document.body).backgroundColor.match(/[\\d.]+/g);
-  if (!rgb || (rgb.length > 3 && Number(rgb[3]) === 0)) return matchMedia("(prefers-color-scheme: dark)").matches;
-  return 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2] < 128;
-};
-function render({ model, el }) {
-  const report = () => {
-    const theme = bodyIsDark() ? "dark" : "light";
-    if (model.get("theme") !== theme) { model.set("theme", theme); model.save_changes(); }
-  };
-  const label = () => {
-    const root = el.closest(".so-panel");
-    if (!root) return;
-    for (const slider of root.querySelectorAll(".widget-slider, .widget-hslider")) {
-      const name = slider.querySelector(".widget-label")?.textContent || slider.title;
-      const text = slider.querySelector(".widget-readout")?.textContent;
-      for (const handle of slider.querySelectorAll(".noUi-handle")) {
-        if (name && handle.getAttribute("aria-label") !== name) handle.setAttribute("aria-label", name);
-        if (text && handle.getAttribute("aria-valuetext") !== text) handle.setAttribute("aria-valuetext", text);
-      }
-    }
-  };
-  // A figure drawn before its place had a width keeps plotly's default; a responsive one listens to the window.
-  const fit = () => {
-    for (const plot of el.closest(".so-panel")?.querySelectorAll(".js-plotly-plot") ?? []) {
-      const drawn = plot.querySelector(".main-svg")?.clientWidth;
-      if (drawn && plot.clientWidth > 0 && Math.abs(drawn - plot.clientWidth) > 1) {
-        window.dispatchEvent(new Event("resize"));
-        return;
-      }
-    }
-  };
-  let pending = 0;
-  const soon = () => { cancelAnimationFrame(pending); pending = requestAnimationFrame(() => { label(); fit(); }); };
-  const sizes = new ResizeObserver(soon);
-  const themes = new MutationObserver(report);
-  themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name", "class"] });
-  const content = new MutationObserver(soon);
-  // The element joins the document after render returns.
-  const start = setTimeout(() => {
-    report(); label();
-    const root = el.closest(".so-panel");
-    if (root) {
-      content.observe(root, { childList: true, subtree: true, characterData: true });
-      sizes.observe(root);
-    }
-  }, 0);
-  return () => { clearTimeout(start); cancelAnimationFrame(pending); themes.disconnect(); content.disconnect(); sizes.disconnect(); };
-}
-export default { render };
-"""
 
-
-class ThemeBridge(anywidget.AnyWidget):  # type: ignore[misc]
+class ThemeBridge(anywidget.AnyWidget):
     """Takes no room. `theme` follows the notebook; put it inside a container with the class ``so-panel``."""
 
-    _esm = _ESM
+    _esm = Path(__file__).with_name("bridge.js")
     theme = traitlets.Unicode("light").tag(sync=True)
 
     def __init__(self) -> None:

@@ -28,7 +28,9 @@ class Knob(W.VBox):  # type: ignore[misc]
         self.field, self.control = field, control
         self.why = W.HTML(layout=W.Layout(flex="1 1 0", min_width="0", margin="0", overflow="hidden"))
         self.why.add_class("so-why")
-        self.auto = W.Button(description="auto", tooltip=f"Let the cost model choose {field}", layout=W.Layout(width="auto"))
+        self.auto = W.Button(
+            description="auto", tooltip=f"Let the cost model choose {field}", layout=W.Layout(width="auto")
+        )
         self.auto.add_class("so-auto")
         self.auto.on_click(lambda _: choose(field))
         below = W.HBox([self.why, self.auto], layout=W.Layout(width="100%", height="15px", align_items="center"))
@@ -67,8 +69,12 @@ class Controls(W.VBox):  # type: ignore[misc]
         )  # fmt: skip
         self.retained = W.IntSlider(0, 0, 1, description="Retained", layout=layout(), **slider)
         self.bucket = W.SelectionSlider(options=[1.0], description="Bucket MiB", layout=layout(), **slider)
-        self.down = W.Dropdown(options=[(CAST_TITLES[c], c) for c in CASTS], description="Cast down", layout=layout(), **drop)
-        self.up = W.Dropdown(options=[(CAST_TITLES[c], c) for c in CASTS], description="Cast up", layout=layout(), **drop)
+        self.down = W.Dropdown(
+            options=[(CAST_TITLES[c], c) for c in CASTS], description="Cast down", layout=layout(), **drop
+        )
+        self.up = W.Dropdown(
+            options=[(CAST_TITLES[c], c) for c in CASTS], description="Cast up", layout=layout(), **drop
+        )
         self.speculate = W.Dropdown(
             options=[(t, v) for v, t in SPECULATE_TITLES.items()], description="Speculation", layout=layout(), **drop
         )

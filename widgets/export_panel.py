@@ -23,9 +23,7 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
         config: where the fields start.
     """
 
-    def __init__(
-        self, make_config: Callable[[OptimizerConfig, TrainingConfig], TunedConfig], config: TunedConfig
-    ):
+    def __init__(self, make_config: Callable[[OptimizerConfig, TrainingConfig], TunedConfig], config: TunedConfig):
         self._make, self._training = make_config, config.training
         self._optimizer = config.optimizer
         self.messages = Messages()
@@ -36,12 +34,16 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
             return W.Layout(width=width, margin="0 6px 0 0")
 
         self.path = W.Text("tuned.json", description="File", layout=box("220px"), style={"description_width": "30px"})
-        self.lr = W.FloatText(config.optimizer.lr, description="Learn. rate", layout=box("160px"), style=style, step=1e-6)
+        self.lr = W.FloatText(
+            config.optimizer.lr, description="Learn. rate", layout=box("160px"), style=style, step=1e-6
+        )
         self.clip = W.FloatText(
             config.optimizer.max_grad_norm or 0.0, description="Clip norm", layout=box("140px"), style=style, step=0.1,
             tooltip="Gradients are clipped to this global norm inside the optimizer; 0 does not clip",
         )  # fmt: skip
-        self.steps = W.IntText(config.training.steps, description="Steps", layout=box("120px"), style={"description_width": "38px"})
+        self.steps = W.IntText(
+            config.training.steps, description="Steps", layout=box("120px"), style={"description_width": "38px"}
+        )
         self.schedule = W.Dropdown(
             options=SCHEDULES, value=config.training.schedule, description="Schedule", layout=box("160px"), style=style
         )
@@ -54,7 +56,9 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
         self.lines = W.HTML()
         super().__init__(
             [
-                W.HBox([self.path, self.lr, self.clip, self.steps, self.schedule], layout=W.Layout(flex_flow="row wrap")),
+                W.HBox(
+                    [self.path, self.lr, self.clip, self.steps, self.schedule], layout=W.Layout(flex_flow="row wrap")
+                ),
                 W.HBox([self.data, self.write], layout=W.Layout(flex_flow="row wrap", align_items="center")),
                 self.messages,
                 self.lines,
@@ -96,15 +100,20 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
             raise InputError("the file has no name", expected="a path such as tuned.json")
         target = Path(name).expanduser()
         if target.is_dir():
-            raise InputError(f"{target} is a folder", expected="a file name", remedy=f"Write to {target / 'tuned.json'}")
+            raise InputError(
+                f"{target} is a folder", expected="a file name", remedy=f"Write to {target / 'tuned.json'}"
+            )
         existed = target.exists()
         try:
             path = self._make(*self.settings()).save(target)
         except OSError as e:
             raise InputError(
-                f"{target} could not be written: {e.strerror or e}", remedy="Choose a file in a folder that you may write to"
+                f"{target} could not be written: {e.strerror or e}",
+                remedy="Choose a file in a folder that you may write to",
             ) from e
-        self.messages.notice(f"{'Replaced' if existed else 'Wrote'} <b>{escape(path)}</b> ({path.stat().st_size:,} bytes).")
+        self.messages.notice(
+            f"{'Replaced' if existed else 'Wrote'} <b>{escape(path)}</b> ({path.stat().st_size:,} bytes)."
+        )
         self._show_lines()
         return path
 

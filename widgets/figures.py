@@ -26,6 +26,7 @@ Spec = dict[str, Any]
 """``{"data": [traces], "layout": {...}}``."""
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+CLEAR = "rgba(0,0,0,0)"
 LANE_HEIGHT = 0.72
 MEMORY_PIXELS = 400
 """Least width at which the memory bars are drawn: a segment carries its name where it has room for it."""
@@ -96,9 +97,9 @@ def timeline_spec(
             hovertext=[_wrap(s.cause) for _, s in stalls],
             hovertemplate="<b>Wait</b> of %{x:.3s}s<br>%{hovertext}<extra></extra>",
             marker={
-                "color": "rgba(0,0,0,0)",
+                "color": CLEAR,
                 "line": {"width": 0},
-                "pattern": {"shape": "/", "fgcolor": theme.stall, "bgcolor": "rgba(0,0,0,0)", "size": 5, "solidity": 0.16},
+                "pattern": {"shape": "/", "fgcolor": theme.stall, "bgcolor": CLEAR, "size": 5, "solidity": 0.16},
             },
             legendrank=2000,
             showlegend=True,
@@ -156,21 +157,21 @@ def timeline_spec(
         shapes=shapes,
         annotations=notes,
         uniformtext={"minsize": 9, "mode": "hide"},
-        xaxis={"range": [0, length * 1.002], "tickformat": ".3~s", "ticksuffix": "s", "gridcolor": theme.grid, "zeroline": False,
-               "tickfont": {"color": theme.muted, "size": 10}},
+        xaxis={"range": [0, length * 1.002], "tickformat": ".3~s", "ticksuffix": "s", "gridcolor": theme.grid,
+               "zeroline": False, "tickfont": {"color": theme.muted, "size": 10}},
         yaxis={"range": [len(LANES) - 0.5, -0.5], "tickvals": list(range(len(LANES))), "showgrid": False,
                "ticktext": [LANE_TITLES[x] for x in LANES], "zeroline": False, "fixedrange": True, "ticks": "outside",
-               "ticklen": 5, "tickcolor": "rgba(0,0,0,0)"},
+               "ticklen": 5, "tickcolor": CLEAR},
         showlegend=legend,
         legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 0, "yref": "container", "yanchor": "bottom",
                 "font": {"size": 10, "color": theme.text}, "itemsizing": "constant", "tracegroupgap": 0,
-                "bgcolor": "rgba(0,0,0,0)"},
+                "bgcolor": CLEAR},
     )  # fmt: skip
     return {"data": data, "layout": layout}
 
 
 def _kind_colour(kind: str, theme: Theme) -> str:
-    return theme.text if kind == "undo" else KIND_COLOURS[kind]
+    return str(theme.text if kind == "undo" else KIND_COLOURS[kind])
 
 
 def layer_traces(view: vm.LayerMap, theme: Theme) -> list[Spec]:
@@ -185,13 +186,16 @@ def layer_traces(view: vm.LayerMap, theme: Theme) -> list[Spec]:
         + f"<br>optimizer state {b.retained_params / max(1, b.params) * 100:.0f} % on the GPU"
         for b in view.blocks
     ]
+    hatch = {"fgcolor": theme.text, "size": 6, "solidity": 0.28, "fillmode": "overlay"}
     traces = []
-    for name, values, colour in (("State on CPU", rest, STATE_COLOURS["cpu"]), ("State on GPU", kept, STATE_COLOURS["gpu"])):
+    for name, values, colour in (
+        ("State on CPU", rest, STATE_COLOURS["cpu"]),
+        ("State on GPU", kept, STATE_COLOURS["gpu"]),
+    ):
         traces.append(
             _bar(
                 name=name, x=index, y=values, hovertext=text, hovertemplate="%{hovertext}<extra></extra>",
-                marker={"color": colour, "line": {"width": 0},
-                        "pattern": {"shape": flow, "fgcolor": theme.text, "size": 6, "solidity": 0.28, "fillmode": "overlay"}},
+                marker={"color": colour, "line": {"width": 0}, "pattern": {**hatch, "shape": flow}},
             )
         )  # fmt: skip
     return traces
@@ -241,7 +245,7 @@ def memory_trace(rows: Sequence[vm.MemoryRow], theme: Theme) -> tuple[Spec, list
         textfont={"size": 10, "color": columns["ink"]},
         hovertext=columns["hover"],
         hovertemplate="%{hovertext}<extra></extra>",
-        marker={"color": columns["colour"], "line": {"width": 1, "color": theme.paper if theme.paper != "rgba(0,0,0,0)" else theme.grid}},
+        marker={"color": columns["colour"], "line": {"width": 1, "color": theme.grid}},
     )  # fmt: skip
     for i, r in enumerate(rows):
         of = f" of {r.capacity / GB:,.0f} GB" if r.capacity and r.place != "pinned" else " GB"
@@ -261,9 +265,7 @@ def state_figure(
     return go.Figure(state_spec(layers, rows, theme=theme, height=height))
 
 
-def state_spec(
-    layers: vm.LayerMap, rows: Sequence[vm.MemoryRow], *, theme: Theme = PAPER, height: int = 260
-) -> Spec:
+def state_spec(layers: vm.LayerMap, rows: Sequence[vm.MemoryRow], *, theme: Theme = PAPER, height: int = 260) -> Spec:
     """Layer map, bucket strip and memory bars in one figure of four traces, since live figures are costly."""
     memory, notes, reach = memory_trace(rows, theme)
     blocks, buckets = layer_traces(layers, theme), bucket_trace(layers, theme)
@@ -274,9 +276,14 @@ def state_spec(
     plain = {"showgrid": False, "zeroline": False, "fixedrange": True, "showticklabels": False, "ticks": ""}
     n, nb = len(layers.blocks), len(layers.bucket_params)
     title = {"size": 10, "color": theme.muted}
+    kept = f"<b>{nb} buckets</b> in backward order, {layers.retained_buckets} retained"
+    cpu, gpu = (f'<span style="color:{STATE_COLOURS[x]}">■</span>' for x in ("cpu", "gpu"))
     captions = [
-        {"text": f"<b>{n} blocks</b> in forward order; click a layer to let its weights flow (hatched)", "y": 1.0},
-        {"text": f"<b>{nb} buckets</b> in backward order, {layers.retained_buckets} retained; click one to retain it and all later", "y": 0.60},
+        {
+            "text": f"<b>{n} blocks</b>, state on {cpu} CPU or {gpu} GPU; click a layer to let it flow (hatched)",
+            "y": 1.0,
+        },
+        {"text": f"{kept}; click one to retain it and all later", "y": 0.60},
         {"text": "<b>Memory</b> in percent of capacity", "y": 0.37},
     ]
     notes += [
@@ -341,7 +348,9 @@ def loss_figure(view: RunView, *, theme: Theme = PAPER, height: int = 280) -> go
 def loss_spec(view: RunView, *, theme: Theme = PAPER, height: int = 280) -> Spec:
     """Loss (upper half) and tokens per second (lower half) against the step; skipped and clipped steps are marked."""
     steps = np.asarray(view.steps, dtype=np.int32)
-    marked = [(s, v, loss) for s, v, loss in zip(view.steps, view.verdicts, view.loss, strict=True) if v not in ("commit", "")]
+    marked = [
+        (s, v, loss) for s, v, loss in zip(view.steps, view.verdicts, view.loss, strict=True) if v not in ("commit", "")
+    ]
     axis = {"gridcolor": theme.grid, "zeroline": False, "tickfont": {"size": 10, "color": theme.muted}}
     title = {"font": {"size": 11, "color": theme.text}, "standoff": 6}
     data = [
@@ -351,7 +360,8 @@ def loss_spec(view: RunView, *, theme: Theme = PAPER, height: int = 280) -> Spec
                    line={"color": KIND_COLOURS["backward"], "width": 2.4},
                    hovertemplate="step %{x}<br>smoothed %{y:.4f}<extra></extra>"),
         _scatter(name="Clipped or skipped", x=[m[0] for m in marked], y=[m[2] for m in marked], mode="markers",
-                   text=[m[1] for m in marked], marker={"symbol": "diamond-open", "size": 7, "color": KIND_COLOURS["adam"]},
+                   text=[m[1] for m in marked],
+                   marker={"symbol": "diamond-open", "size": 7, "color": KIND_COLOURS["adam"]},
                    hovertemplate="step %{x}: %{text}<extra></extra>", showlegend=bool(marked)),
         _scatter(name="Tokens/s", x=steps, y=np.asarray(view.tokens_per_s, dtype=np.float32), mode="lines", yaxis="y2",
                    line={"color": KIND_COLOURS["copy_up"], "width": 1.8},
@@ -365,8 +375,13 @@ def loss_spec(view: RunView, *, theme: Theme = PAPER, height: int = 280) -> Spec
         legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 10}},
         xaxis={**axis, "title": {"text": "step", **title}, "anchor": "y2"},
         yaxis={**axis, "domain": [0.40, 1.0], "title": {"text": "loss", **title}},
-        yaxis2={**axis, "domain": [0.0, 0.30], "title": {"text": "tokens/s", **title}, "rangemode": "tozero",
-                "nticks": 4},
+        yaxis2={
+            **axis,
+            "domain": [0.0, 0.30],
+            "title": {"text": "tokens/s", **title},
+            "rangemode": "tozero",
+            "nticks": 4,
+        },
     )
     return {"data": data, "layout": layout}
 

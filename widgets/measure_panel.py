@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
 
     Args:
         tuner: the Tuner whose plan is measured and whose timeline takes the overlay.
-        model: the torch model, or None where the Tuner was opened on a profile.
+        model: the torch model, or None where the Tuner was opened on a profile alone.
         batch: the batch of every micro-batch.
     """
 
@@ -47,7 +48,10 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
             widget.disabled = not possible
         super().__init__(
             [
-                W.HBox([self.steps, self.start, self.cancel, self.progress, self.clear], layout=W.Layout(align_items="center")),
+                W.HBox(
+                    [self.steps, self.start, self.cancel, self.progress, self.clear],
+                    layout=W.Layout(align_items="center"),
+                ),
                 self.messages,
             ],
             layout=W.Layout(margin="4px 0", padding="6px 8px", border="1px solid var(--jp-border-color2, #D8DCE2)"),
@@ -88,9 +92,9 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
                     self._model, self._batch, profile, plan, steps=steps, stop=self._stop, progress=self._progressed
                 )
             except Exception as error:  # shown in the panel, with its remedy
-                on_loop(lambda e=error: self._ended(None, e))
+                on_loop(functools.partial(self._ended, None, error))
             else:
-                on_loop(lambda: self._ended(trace, None))
+                on_loop(functools.partial(self._ended, trace, None))
 
         self._thread = threading.Thread(target=work, name="superoffload-measure", daemon=True)
         self._thread.start()

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from superoffload import model_source
-from superoffload.engine import OffloadAdamW, optimizer as engine_optimizer
+from superoffload.engine import OffloadAdamW
+from superoffload.engine import optimizer as engine_optimizer
 from superoffload.errors import InputError, SuperOffloadError
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
@@ -39,8 +40,8 @@ def measure_steps(
 ) -> Trace:
     """Run one step to warm up and `steps` more with this plan, at a learning rate of 0.
 
-    Weights, gradients, buffers, random state, modes and dtype are bit-identical afterwards, also after an error, running
-    out of memory, or a cancel.
+    Weights, gradients, buffers, random state, modes and dtype are bit-identical afterwards, also after an error,
+    running out of memory, or a cancel.
 
     Args:
         model: on the device and in the dtype in which it will train.
@@ -90,7 +91,7 @@ def measure_steps(
                     if stop is not None and stop.is_set():
                         raise Cancelled("the measurement was cancelled", remedy="The model is as it was before")
                     with opt.no_sync() if k < plan.accumulation - 1 else contextlib.nullcontext():
-                        _loss(model(*args, **kwargs)).backward()
+                        _loss(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
                 opt.step()
                 opt.zero_grad()
                 if progress is not None:

@@ -51,7 +51,10 @@ class RunPanel(W.VBox):  # type: ignore[misc]
         self.figure: LiveFigure | None = None
         self.head = W.HTML()
         self.follow = W.ToggleButton(
-            follow, description="Follow", tooltip="Read the folder again every two seconds", layout=W.Layout(width="76px")
+            follow,
+            description="Follow",
+            tooltip="Read the folder again every two seconds",
+            layout=W.Layout(width="76px"),
         )
         self.follow.observe(lambda _: self._keep_following(), names="value")
         row = W.HBox(

@@ -28,7 +28,7 @@ class RunView:
     steps: tuple[int, ...]
     loss: tuple[float, ...]
     smooth_loss: tuple[float, ...]
-    """Mean over SMOOTHING_STEPS neighbouring steps of the run, half of them before and half after; fewer at its ends."""
+    """Mean over SMOOTHING_STEPS neighbouring steps, half of them before and half after; fewer at the ends."""
     tokens_per_s: tuple[float, ...]
     grad_norm: tuple[float, ...]
     verdicts: tuple[str, ...]

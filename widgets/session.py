@@ -81,6 +81,8 @@ class Session:
         self.profile = self._profile_for(self.hardware, profile.micro_batch, profile.seq_len)
         self.autosave = Path(autosave) if autosave is not None else None
         self.save_error: str | None = None
+        self.saver: Callable[[], None] = self.save
+        """Called after every change; a dashboard may put it off until the hand rests."""
         self._buckets: tuple[float, list[Bucket]] | None = None
         if plan is None:
             plan = self._make_plan()
@@ -141,7 +143,9 @@ class Session:
         others = {k: getattr(self.plan, k) for k in Plan.knobs() if k != field}
         chosen = self._make_plan(**_as_knobs(others))
         reasons = {**self.plan.reasons, field: chosen.reasons.get(field, "chosen by the cost model")}
-        self._become(self.plan.replace(**{field: getattr(chosen, field)}, reasons=reasons), self.hardware, "auto " + field)
+        self._become(
+            self.plan.replace(**{field: getattr(chosen, field)}, reasons=reasons), self.hardware, "auto " + field
+        )
 
     def choose_all(self) -> None:
         """Let the cost model choose every field."""
@@ -166,11 +170,11 @@ class Session:
     def pin(self, baseline: Trace | Plan | vm.Numbers | None = None) -> None:
         """Compare with this from now on; with the present trace when nothing is given."""
         self.baseline = self._numbers(baseline if baseline is not None else self.trace)
-        self.save()
+        self.saver()
 
     def unpin(self) -> None:
         self.baseline = None
-        self.save()
+        self.saver()
 
     # ---- undo ----------------------------------------------------------------------------------------------------
 
@@ -195,7 +199,7 @@ class Session:
         entry = self._history[position]
         self._take(entry.plan, entry.hardware)
         self._position = position
-        self.save()
+        self.saver()
 
     def _become(self, plan: Plan, hardware: Hardware, topic: str, trace: Trace | None = None) -> None:
         before = (self.plan, self.hardware)
@@ -210,7 +214,7 @@ class Session:
         self._history.append(Edit(self.plan, self.hardware, topic, now))
         del self._history[:-MAX_UNDO]
         self._position = len(self._history) - 1
-        self.save()
+        self.saver()
 
     def _take(self, plan: Plan, hardware: Hardware, trace: Trace | None = None) -> None:
         """Change to another state as a whole: where something fails, nothing has changed."""
@@ -247,7 +251,7 @@ class Session:
             make_plan(self.profile, self.hardware, **_as_knobs({k: getattr(self.plan, k) for k in Plan.knobs()}))
         except InputError as e:
             return str(e)
-        return vm.overflow_line(self.trace.memory)
+        return str(vm.overflow_line(self.trace.memory))
 
     def clamped(self, plan: Plan) -> Plan:
         """Keep counts within what the model and the machine have."""
@@ -321,9 +325,7 @@ def rebase(profile: Profile, hardware: Hardware) -> Profile:
     A block that spends its time in small operations will not speed up as much: the context says what was done.
     """
     ratio = profile.hardware.gpu.matmul_bf16_tflops / hardware.gpu.matmul_bf16_tflops
-    blocks = tuple(
-        b.replace(forward_s=b.forward_s * ratio, backward_s=b.backward_s * ratio) for b in profile.blocks
-    )
+    blocks = tuple(b.replace(forward_s=b.forward_s * ratio, backward_s=b.backward_s * ratio) for b in profile.blocks)
     note = (
         f"block times {profile.source} on {profile.hardware.name}, scaled by {ratio:.3g}, the ratio of the machines' "
         "bf16 matrix rates"

@@ -32,7 +32,8 @@ STATE_COLOURS = {"cpu": VERMILLION, "gpu": PURPLE}
 _MEMORY = (
     ("undo", "#5F5F5F"), ("context", GREY), ("system", GREY), ("activation", YELLOW), ("input", YELLOW),
     ("logit", "#F7EE9B"), ("working", "#F7EE9B"), ("retained gradient", "#F2C46D"), ("gradient", ORANGE),
-    ("retained", PURPLE), ("master", VERMILLION), ("moments", "#E58B4A"), ("upload", GREEN), ("flow", "#7FD1B9"), ("weight", BLUE),
+    ("retained", PURPLE), ("master", VERMILLION), ("moments", "#E58B4A"), ("upload", GREEN), ("flow", "#7FD1B9"),
+    ("weight", BLUE),
 )  # fmt: skip
 """First word found in an item's name decides; the same thing has the same colour in every picture."""
 

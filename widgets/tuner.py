@@ -17,7 +17,11 @@ from superoffload.hardware import Hardware
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
 from superoffload.tracing import Trace
-from superoffload.widgets import figures, session as sessions, theme as themes, view_models as vm
+from superoffload.units import format_bytes
+from superoffload.widgets import figures
+from superoffload.widgets import session as sessions
+from superoffload.widgets import theme as themes
+from superoffload.widgets import view_models as vm
 from superoffload.widgets.bridge import ThemeBridge
 from superoffload.widgets.controls import Controls, parse_blocks
 from superoffload.widgets.export_panel import ExportPanel
@@ -30,6 +34,10 @@ if TYPE_CHECKING:
 
 TIMELINE_HEIGHT, STATE_HEIGHT = 216, 216
 """Pixels: the whole panel stands on one screen of 1280 × 800."""
+SAVE_AFTER_S = 0.3
+"""An edit is on the disk this much later: writing it costs as much as simulating it."""
+ADVISE_AFTER_S = 0.4
+"""What does not fit is said at once; a plan that would fit is looked for when the hand rests."""
 AUTOSAVE_FOLDER = ".superoffload"
 
 
@@ -42,6 +50,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         hardware: look at another machine, a record or a preset name.
         baseline: a trace or plan that the headline numbers are compared with.
         batch: a batch of the model's inputs; with it the panel can also measure real steps.
+        model: the torch model of a profile that was made before, to measure real steps with `batch`.
         autosave: file that keeps the edits; by default ``.superoffload/<model>-<hardware>.json`` in the working folder,
             False keeps them in memory only.
         model_source: where training finds the weights (preset, Hugging Face id, folder): goes into the config.
@@ -64,6 +73,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         baseline: Trace | Plan | None = None,
         *,
         batch: Any = None,
+        model: nn.Module | None = None,
         autosave: str | os.PathLike[str] | bool = True,
         model_source: ModelRef | str | None = None,
     ):
@@ -71,9 +81,10 @@ class Tuner(W.VBox):  # type: ignore[misc]
             from superoffload.hardware import preset
 
             hardware = preset(hardware)
-        model = None
         if not isinstance(profile, Profile):
             model, profile = profile, _profile(profile, batch)
+        elif model is not None:
+            _check_model(model, profile)
         session = sessions.Session(profile, plan, hardware, baseline, _autosave_path(autosave, profile))
         self._build(session, model, batch, model_source)
 
@@ -98,8 +109,11 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self.messages = Messages()
         self._guard = Guard(self.messages)
         self._bridge = ThemeBridge()
-        self._bridge.observe(self._guard(lambda _: self._draw_figures()), names="theme")
+        self._bridge.observe(self._guard(lambda _: self._draw_figures(), keep=True), names="theme")
         self._edits = Latest(self._guard(self._apply))
+        saves = Latest(lambda _: session.save(), SAVE_AFTER_S)
+        session.saver = lambda: saves.put(now=True)
+        self._advice = Latest(self._guard(self._advise, keep=True), ADVISE_AFTER_S)
         self.controls = Controls(session, self._edits.put, self._guard(self._choose))
         self._title, self._cards = W.HTML(), W.HTML(layout=W.Layout(width="100%", margin="2px 0"))
         self._legend, self._stalls = (W.HTML(layout=W.Layout(width="100%", margin="0")) for _ in range(2))
@@ -115,13 +129,21 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self.undo = button("Undo", "Take back the last edit", on(lambda _: self._step_history(session.undo)))
         self.redo = button("Redo", "Do the edit again", on(lambda _: self._step_history(session.redo)))
         self.auto = button("Auto", "Let the cost model choose every knob", on(lambda _: self._run(session.choose_all)))
-        self.pin = button("Pin baseline", "Compare with the present numbers from now on", on(lambda _: self._toggle_pin()))
-        self.export = W.ToggleButton(False, description="Export", tooltip="Write the tuned config", layout=W.Layout(width="66px"))
-        self.measure = W.ToggleButton(False, description="Measure", tooltip="Run real steps with this plan", layout=W.Layout(width="74px"))
+        self.pin = button(
+            "Pin baseline", "Compare with the present numbers from now on", on(lambda _: self._toggle_pin())
+        )
+        self.export = W.ToggleButton(
+            False, description="Export", tooltip="Write the tuned config", layout=W.Layout(width="66px")
+        )
+        self.measure = W.ToggleButton(
+            False, description="Measure", tooltip="Run real steps with this plan", layout=W.Layout(width="74px")
+        )
         self.export.observe(self._guard(lambda _: self._show_drawers()), names="value")
         self.measure.observe(self._guard(lambda _: self._show_drawers()), names="value")
         self.drawer = W.VBox([], layout=W.Layout(width="100%"))
-        self.timeline = LiveFigure(figures.timeline_spec(self._views(), theme=themes.LIGHT, height=TIMELINE_HEIGHT, legend=False))
+        self.timeline = LiveFigure(
+            figures.timeline_spec(self._views(), theme=themes.LIGHT, height=TIMELINE_HEIGHT, legend=False)
+        )
         self.state = LiveFigure(self._state_spec(themes.LIGHT))
         self.state.data[0].on_click(self._guard(self._layer_clicked))
         self.state.data[1].on_click(self._guard(self._layer_clicked))
@@ -183,7 +205,9 @@ class Tuner(W.VBox):  # type: ignore[misc]
                 self.export_panel.adopt(new)
         self._refresh()
 
-    def make_config(self, optimizer: OptimizerConfig | None = None, training: TrainingConfig | None = None) -> TunedConfig:
+    def make_config(
+        self, optimizer: OptimizerConfig | None = None, training: TrainingConfig | None = None
+    ) -> TunedConfig:
         """The config of the present plan."""
         s = self.session
         return TunedConfig.create(
@@ -321,16 +345,26 @@ class Tuner(W.VBox):  # type: ignore[misc]
         _put(self._foot, self._foot_html())
         self.pin.description = "Pin baseline" if s.baseline is None else "Unpin"
         self.undo.disabled, self.redo.disabled = not s.can_undo, not s.can_redo
-        self.messages.state(s.fit_advice() or (s.save_error or ""))
+        self.messages.state(vm.overflow_line(s.trace.memory) or (s.save_error or ""))
+        if not s.trace.memory.fits:
+            self._advice.put(now=True)
         kinds = {e.kind for t in (s.trace, self.measured) if t is not None for e in t.events}
         note = "" if self.measured is None else "In each lane: predicted above, measured below"
         _put(self._legend, legend_html((k for k in vm.KIND_TITLES if k in kinds), bool(s.trace.stalls), note))
         if figures_too:
             self._draw_figures()
 
+    def _advise(self, _: Any) -> None:
+        advice = self.session.fit_advice()  # empty where the plan has been made to fit in the meantime
+        if advice:
+            self.messages.state(advice)
+
     def _foot_html(self) -> str:
         s = self.session
         items = "".join(f"<li><b>{escape(k)}</b> {escape(v)}</li>" for k, v in s.plan.reasons.items())
+        memory = "".join(
+            f"<li><b>{escape(i.place)}</b> {escape(i.name)}: {format_bytes(i.bytes)}</li>" for i in s.trace.memory.items
+        )
         notes = [f"Numbers are {s.trace.source} for {s.trace.hardware}."]
         if "rebased" in s.profile.context:
             notes.append(s.profile.context["rebased"] + ".")
@@ -340,7 +374,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
             notes.append(f"Edits are saved in {s.autosave}.")
         return (
             f'<div class="so-foot">{escape(" ".join(notes))}'
-            f"<details><summary>Reasons of the automatic choices</summary><ul>{items}</ul></details></div>"
+            f"<details><summary>Reasons of the automatic choices</summary><ul>{items}</ul></details>"
+            f"<details><summary>Memory item by item</summary><ul>{memory}</ul></details></div>"
         )
 
 
@@ -360,6 +395,16 @@ def _profile(model: Any, batch: Any) -> Profile:
     from superoffload.profiling import profile
 
     return profile(model, batch)
+
+
+def _check_model(model: Any, profile: Profile) -> None:
+    from superoffload.model_source import fingerprint
+
+    if fingerprint(model) != profile.model_fingerprint:
+        raise InputError(
+            f'the profile is of "{profile.model}", and the {type(model).__name__} given as model= has other parameters',
+            remedy="Profile this model: Tuner(model, batch=batch)",
+        )
 
 
 def _dtype(profile: Profile) -> str:

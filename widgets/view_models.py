@@ -172,9 +172,7 @@ def layer_map(profile: Profile, plan: Plan, buckets: list[Bucket] | None = None)
         for segment in bucket.segments:
             retained[owner[segment.tensor]] += segment.numel
     flow = set(plan.flow_blocks)
-    blocks = tuple(
-        BlockBar(i, b.name, b.kind, b.params, retained[i], i in flow) for i, b in enumerate(profile.blocks)
-    )
+    blocks = tuple(BlockBar(i, b.name, b.kind, b.params, retained[i], i in flow) for i, b in enumerate(profile.blocks))
     return LayerMap(blocks, tuple(b.params for b in cut), kept)
 
 

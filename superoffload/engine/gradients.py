@@ -122,8 +122,8 @@ class GradientCollector:
         self._recorder.add("gpu", "norm", start, self._recorder.mark(self._device), bucket=state.index)
         if state.retained:
             return
+        self._wait_bucket(state)  # may be interrupted by Ctrl-C: the slot is still in its place then
         slot = self._open.pop(state.index)
-        self._wait_bucket(state)
         self._device.down_waits_for_compute()
         with self._device.down_stream():
             start = self._recorder.mark(self._device, down=True)

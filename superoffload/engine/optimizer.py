@@ -115,6 +115,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._record_trace = record_trace
         self._accumulation = gradient_accumulation_steps
         self._fired: dict[int, int] = {}
+        self._taken: dict[int, int] = {}
         self._late: set[int] = set()
         self._sync = True
         self._skipped = 0
@@ -233,16 +234,19 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _collects(self, p: ManagedParam) -> bool:
         """Whether the gradient that just arrived is taken now, or stays in `p.grad` until a later one or `step()`."""
-        if not self._sync or not _accelerate_syncs():
-            return False
+        # Counted under no_sync too, so that both hints may be given at once.
         fired = self._fired[p.index] = self._fired.get(p.index, 0) + 1
-        return fired >= self._accumulation and p.index not in self._late
+        if not self._sync or not _accelerate_syncs() or fired < self._accumulation or p.index in self._late:
+            return False
+        self._taken[p.index] = self._taken.get(p.index, 0) + 1
+        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those already taken, unless `step()` has consumed them."""
         if self._engine is not None:
             self._engine.collector.discard()
         self._fired.clear()
+        self._taken.clear()
         super().zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
@@ -263,8 +267,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._count_skips()
         # A weight shared inside one backward (a block run twice under reentrant checkpointing) fires more than once:
         # it is taken at step() from then on. One that fires once again goes back to being taken at once.
-        self._late = {i for i, n in self._fired.items() if n > self._accumulation}
+        again = {i for i, n in self._fired.items() if i in self._late and n > self._accumulation}
+        self._late = again | {i for i, n in self._taken.items() if n > 1}
         self._fired.clear()
+        self._taken.clear()
         self.engine.step(hyper, self.max_grad_norm)
         return loss
 

@@ -26,6 +26,7 @@ from superoffload.engine.buckets import DTYPES, Arenas, BucketState, ManagedPara
 from superoffload.engine.device import device_for
 from superoffload.engine.gradients import GradientCollector, collect_hook
 from superoffload.engine.hooks import BlockHook, SyncHook
+from superoffload.engine.interrupts import uninterrupted
 from superoffload.engine.recorder import KEEP_STEPS, Recorder
 from superoffload.engine.retained import Hyper, RetainedUpdate, Verdict
 from superoffload.errors import EngineError, InputError
@@ -186,10 +187,19 @@ class Engine:
             return False
         self.collector.finish()
         self.adopt_edits()
+        with uninterrupted():
+            self._submit(hyper, max_norm)
+        # From here on the step is whole; an interrupted wait can be taken up again.
+        self._settle_blocks()
+        if self.recorder.on:
+            self._keep_spans()
+        self.recorder.end_step()
+        return True
+
+    def _submit(self, hyper: Sequence[Hyper], max_norm: float | None) -> None:
         self.sequence += 1
         active = torch.zeros(len(self.params), dtype=torch.uint8)
         active[list(self.collector.collected)] = 1
-
         if self.device.is_cuda:
             self.device.down_waits_for_compute()
             with self.device.down_stream():
@@ -211,11 +221,6 @@ class Engine:
         torch.autograd.graph.increment_version([p.param for p in self.params if active[p.index]])
         self._versions = [p.param._version for p in self.params]
         self.collector.collected.clear()
-        self._settle_blocks()
-        if self.recorder.on:
-            self._keep_spans()
-        self.recorder.end_step()
-        return True
 
     def _describe(self, hyper: Sequence[Hyper], max_norm: float | None, active: torch.Tensor) -> Any:
         d = native.StepDesc()
@@ -235,11 +240,12 @@ class Engine:
         itself waits."""
         for block in self._with_gradient:
             self._lazy[block] = block not in self._unentered
+        self._with_gradient.clear()
+        self._unentered.clear()
+        self._entered.clear()
         for block, lazy in enumerate(self._lazy):
             if not lazy:
                 self.ready(block)
-        self._with_gradient.clear()
-        self._unentered.clear()
         self._entered.clear()
 
     # -- state ---------------------------------------------------------------------------------------------------------

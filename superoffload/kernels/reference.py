@@ -49,6 +49,12 @@ def _load(address: int, n: int, code: int) -> Array:
     x = _storage(address, n, code)
     if code == _BF16:
         return (x.astype(np.uint32) << 16).view(np.float32)
+    if code == _F16:  # numpy keeps a signalling NaN, or not, by the machine; the kernels make it quiet
+        with np.errstate(invalid="ignore"):
+            wide = x.astype(np.float32)
+        u = wide.view(np.uint32)
+        u[np.isnan(wide)] |= np.uint32(0x400000)
+        return wide
     return x.astype(np.float32)
 
 
@@ -59,9 +65,11 @@ def _store(address: int, x: Array, code: int) -> None:
         rounded = ((u + np.uint32(0x7FFF) + ((u >> 16) & np.uint32(1))) >> 16).astype(np.uint16)
         target[:] = np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
     elif code == _F16:
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             h = x.astype(np.float16).view(np.uint16)
-        target.view(np.uint16)[:] = np.where(np.isnan(x), h | np.uint16(0x200), h)
+        u = x.view(np.uint32)  # of a NaN: the sign, made quiet, and the upper bits of what it carries
+        nan = ((u >> 16) & np.uint32(0x8000)) | np.uint32(0x7E00) | ((u >> 13) & np.uint32(0x3FF))
+        target.view(np.uint16)[:] = np.where(np.isnan(x), nan.astype(np.uint16), h)
     else:
         target[:] = x
 

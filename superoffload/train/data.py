@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,13 @@ class TokenBlocks:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    def fingerprint(self) -> str:
+        """Hash of what decides the order and, by its ends, the data: a run is resumed on the same only."""
+        digest = hashlib.sha256(f"{len(self)} {self.seq_len} {self.seed}".encode())
+        for index in (0, len(self) - 1):
+            digest.update(self._block(index).tobytes())
+        return digest.hexdigest()
+
     def batch(self, position: int, size: int) -> Tensor:
         """Token ids [size, seq_len] (int64) of the sequences `position` … `position + size - 1`."""
         rows = [self._row(i) for i in range(position, position + size)]
@@ -53,7 +61,9 @@ class TokenBlocks:
         if epoch != self._epoch:
             self._order = np.random.default_rng((self.seed, epoch)).permutation(len(self))
             self._epoch = epoch
-        index = int(self._order[within])
+        return self._block(int(self._order[within]))
+
+    def _block(self, index: int) -> Ids:
         if isinstance(self.blocks, np.ndarray):
             return np.asarray(self.blocks[index], dtype=np.int64)
         return np.asarray(self.blocks[index]["input_ids"], dtype=np.int64)

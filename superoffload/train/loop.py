@@ -17,7 +17,7 @@ import torch
 from superoffload import model_source
 from superoffload.config import TrainingConfig, TunedConfig
 from superoffload.engine import OffloadAdamW
-from superoffload.errors import InputError
+from superoffload.errors import InputError, NotSupported
 from superoffload.train import checkpoint
 from superoffload.train.data import TokenBlocks, load_blocks, locate
 from superoffload.train.logging import METRICS, RunLog
@@ -56,6 +56,12 @@ def train(
     total = cfg.training.steps if steps is None else steps
     if total < 1:
         raise InputError(f"steps = {total}", expected="at least 1")
+    if cfg.training.dtype == "float16":  # small gradients would vanish without a scaled loss
+        raise NotSupported(
+            "training in float16 needs loss scaling, which this version does not do",
+            expected="bfloat16 or float32",
+            remedy='Set training.dtype to "bfloat16", which has the range of float32',
+        )
     locate(data)  # a missing file is said at once, before anything is loaded
     folder = Path(out)
     start_from = checkpoint.latest_checkpoint(Path(resume)) if resume is not None else None
@@ -118,6 +124,12 @@ class _Run:
             self.data, tokenizer, plan.seq_len, seed=cfg.training.seed, vocab_size=_vocabulary(model, tokenizer)
         )
         if self.start_from is not None:
+            if self.state.get("data_fingerprint") != blocks.fingerprint():
+                raise InputError(
+                    f'the run was on other data than "{self.data}", or with another sequence length or seed',
+                    expected=f'"{self.state.get("data")}" as it was, {self.state.get("seq_len")} tokens each',
+                    remedy="Resume with the same data and seq_len, or start a new run from the checkpoint's folder",
+                )
             checkpoint.load_weights(model, self.start_from)
         model_source.recompute_activations(model, plan.activations == "full")
         with OffloadAdamW.from_config(model, cfg) as opt:
@@ -175,11 +187,11 @@ class _Run:
                 self._pending = {"step": self.step, "loss": loss, "lr": rate, "step_s": now - begun}
                 begun = now
                 if training.save_every and self.step % training.save_every == 0 and self.step < self.total:
-                    self._save(model, tokenizer, opt, schedule, log)
+                    self._save(model, tokenizer, opt, blocks, log)
                     begun = time.perf_counter()  # saving is not training time
             opt.synchronize()
             self._flush(opt, log)
-            self._save(model, tokenizer, opt, schedule, log)
+            self._save(model, tokenizer, opt, blocks, log)
         state = "finished" if self.step >= self.total else "interrupted"
         log.set(state=state, checkpoint=str(self.saved))
         if state == "interrupted":
@@ -219,7 +231,7 @@ class _Run:
             }
         )
 
-    def _save(self, model: Any, tokenizer: Any, opt: Any, schedule: Any, log: RunLog) -> None:
+    def _save(self, model: Any, tokenizer: Any, opt: Any, blocks: TokenBlocks, log: RunLog) -> None:
         opt.synchronize()
         self._flush(opt, log)
         state = {
@@ -227,6 +239,8 @@ class _Run:
             "tokens": self.tokens,
             "steps": self.total,
             "data": self.data,
+            "seq_len": blocks.seq_len,
+            "data_fingerprint": blocks.fingerprint(),
             "model_fingerprint": self.cfg.model.fingerprint,
             "learning_rates": [group["lr"] for group in opt.param_groups],
         }

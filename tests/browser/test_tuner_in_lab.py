@@ -37,7 +37,8 @@ def bar_of_block(page: Any, index: int) -> tuple[float, float]:
     x, y = page.page.evaluate(
         """i => {
             const map = document.querySelectorAll('.so-tuner .js-plotly-plot')[1];
-            const b = map.querySelectorAll('.subplot.xy .bars .points')[0].querySelectorAll('.point path')[i].getBoundingClientRect();
+            const bars = map.querySelector('.subplot.xy .bars .points').querySelectorAll('.point path');
+            const b = bars[i].getBoundingClientRect();
             return [b.x + b.width / 2, b.y + b.height / 2];
         }""",
         index,
@@ -61,8 +62,9 @@ def test_a_slider_moved_by_keyboard_changes_the_timeline(new_page: Callable[...,
     page.page.wait_for_timeout(500)
     after = page.trace_data(0, "Adam on CPU", "x")
     assert sum(after) > sum(adam), "fewer retained buckets must give CPU Adam more to do"
-    panel = page.page.evaluate("(() => { const r = document.querySelector('.so-tuner').getBoundingClientRect();"
-                               " return [r.width, r.height, document.querySelector('.so-tuner').scrollWidth] })()")  # fmt: skip
+    panel = page.page.evaluate(
+        "(t => [t.offsetWidth, t.offsetHeight, t.scrollWidth])(document.querySelector('.so-tuner'))"
+    )
     assert panel[0] <= 848, f"laid out for 848 px, but {panel[0]} px wide"
     assert panel[1] <= 690, f"not on one screen: {panel[1]} px high"
     assert panel[2] <= panel[0] + 1, "something sticks out sideways"
@@ -79,7 +81,9 @@ def test_layer_map_machine_baseline_and_export(new_page: Callable[..., Any], lab
     p.mouse.move(*bar_of_block(page, 20))
     p.wait_for_timeout(200)
     p.mouse.click(*bar_of_block(page, 20))
-    p.wait_for_function("() => document.querySelector('.so-tuner input[placeholder^=none]').value === '20'", timeout=20_000)
+    p.wait_for_function(
+        "() => document.querySelector('.so-tuner input[placeholder^=none]').value === '20'", timeout=20_000
+    )
     p.wait_for_timeout(1100)  # quicker than a second it would be the same entry of the undo history
     # The same by keyboard.
     p.fill(".so-tuner input[placeholder^=none]", "1-2, 20")
@@ -136,14 +140,18 @@ def test_a_reopened_notebook_shows_the_changed_state(new_page: Callable[..., Any
 def test_dark_theme_and_run_panel(new_page: Callable[..., Any], lab: Any) -> None:
     run = lab.root / "run"
     run.mkdir()
-    rows = [{"step": i + 1, "loss": 8 * 0.99**i + 1, "tokens_per_s": 900.0 + i, "verdict": "clip" if i % 9 == 0 else "commit"}
-            for i in range(120)]  # fmt: skip
+    rows = [
+        {"step": i + 1, "loss": 8 * 0.99**i + 1, "tokens_per_s": 900.0 + i, "verdict": "commit" if i % 9 else "clip"}
+        for i in range(120)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (run / "status.json").write_text(json.dumps({"state": "running", "step": 120, "steps": 200}))
     lab.theme("JupyterLab Dark")
     try:
         page = new_page()
-        page.run("dark.ipynb", [f"from superoffload.widgets import RunPanel\n{TUNER[:-2]}\ndisplay(RunPanel('run/'), t)"])
+        page.run(
+            "dark.ipynb", [f"from superoffload.widgets import RunPanel\n{TUNER[:-2]}\ndisplay(RunPanel('run/'), t)"]
+        )
         page.tuner()
         page.page.wait_for_timeout(500)
         colour = page.page.evaluate("document.querySelector('.so-tuner .js-plotly-plot').layout.font.color")

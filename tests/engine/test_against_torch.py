@@ -53,18 +53,19 @@ def test_clipping_groups_and_a_schedule(tied, retained):
     assert all((p - q).abs().max() > 0.5 * LR for p, q in zip(ours.parameters(), fresh.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("hint", ["no_sync", "counter", "none"])
+@pytest.mark.parametrize("hint", ["no_sync", "counter", "both", "none"])
 def test_accumulation(hint):
     data = batches(12)
     theirs, ours = llama(), llama()
     expected = train(theirs, torch.optim.AdamW(theirs.parameters(), lr=LR), data, accumulation=3, clip=1.0)
-    steps = 3 if hint == "counter" else 1
+    steps = 3 if hint in ("counter", "both") else 1
     with OffloadAdamW(ours, lr=LR, max_grad_norm=1.0, bucket_mb=0.1, gradient_accumulation_steps=steps) as opt:
         if hint == "none":
             with pytest.warns(UserWarning, match="no_sync"):
                 got = train(ours, opt, data, accumulation=3, hint=False)
         else:
-            got = train(ours, opt, data, accumulation=3, hint=hint == "no_sync")
+            got = train(ours, opt, data, accumulation=3, hint=hint in ("no_sync", "both"))
+            assert not opt._late, "each gradient is taken as the last backward makes it"
     _compare(theirs, ours, expected, got)
 
 

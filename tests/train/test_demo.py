@@ -17,25 +17,13 @@ from superoffload.tracing import Trace
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def small(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny Llama in a folder takes the place of the pretrained model, and a preset that of this machine."""
-    import tokenizers
-    import transformers
-
-    folder = tmp_path / "model"
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=300,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    letters = tokenizers.Tokenizer(tokenizers.models.BPE({chr(32 + i): i for i in range(96)} | {"<unk>": 96}, [],
-                                                         unk_token="<unk>"))  # fmt: skip
-    transformers.PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="<unk>").save_pretrained(folder)
-    monkeypatch.setattr(model_source, "SMALL", str(folder))
+    monkeypatch.setattr(model_source, "SMALL", str(tiny_model))
     monkeypatch.setattr(model_source, "has_pretrained_small", lambda: True)
     monkeypatch.setattr(demo, "LEARNING_RATE", 1e-2)
     monkeypatch.setattr(demo.hw, "probe", lambda: preset("laptop"))
-    return folder
+    return tiny_model
 
 
 def test_demo_leaves_every_record_and_the_loss_falls(

@@ -206,12 +206,20 @@ def test_bad_input_writes_nothing(source: Path, text: Path, tmp_path: Path) -> N
         train(cfg.replace(model=cfg.model.replace(fingerprint="0" * 64)), text, steps=2, out=run)
     with pytest.raises(InputError, match="no checkpoint to resume"):
         train(cfg, text, steps=2, out=run, resume=tmp_path)
+    half = cfg.replace(training=cfg.training.replace(dtype="float16"))
+    with pytest.raises(InputError, match="loss scaling"):
+        train(half, text, steps=2, out=run)
     with pytest.raises(InputError, match="steps = 0"):
         train(cfg, text, steps=0, out=run)
     assert not run.exists()
     train(cfg, text, steps=1, out=run, progress=False)
     with pytest.raises(InputError, match="already holds a run"):
         train(cfg, text, steps=2, out=run)
+    other = tmp_path / "other.txt"
+    other.write_text("another text, which is not that of the run\n" * 40)
+    with pytest.raises(InputError, match="other data"):
+        train(cfg, other, steps=2, out=run, resume=run)
+    assert status(run)["state"] == "finished", "a refused resume must leave the run as it was"
     with pytest.raises(InputError, match="already at step 1"):
         train(cfg, text, steps=1, out=run, resume=run)
 

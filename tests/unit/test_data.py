@@ -86,6 +86,13 @@ def test_a_missing_file_is_bad_input(name: str) -> None:
     assert caught.value.exit_code == 2
 
 
+def test_a_data_set_that_cannot_be_reached_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match=r'cannot load the data "nobody/nothing".*the word sample'):
+        load_blocks("nobody/nothing", BYTES, 8)
+
+
 def test_a_misspelt_file_is_suggested(tmp_path: Path) -> None:
     text_file(tmp_path, "x" * 20, "shakespeare.txt")
     with pytest.raises(InputError, match=r'did you mean "shakespeare\.txt"'):

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 HEAVY = ("torch", "transformers", "datasets", "ipywidgets", "plotly", "anywidget", "IPython", "pandas", "networkx")
-NEEDS_TORCH = frozenset({"profiling", "profiling_state", "probing", "model_source", "demo"})
+NEEDS_TORCH = frozenset(
+    {"profiling", "profiling_counts", "profiling_state", "probing", "probing_link", "model_source", "demo"}
+)
 """Top-level modules that measure or train; every other one is lean, a new one too."""
 NO_IMPORT = frozenset({"__main__"})
 PACKAGE = Path(__file__).resolve().parents[2] / "superoffload"
@@ -61,12 +63,12 @@ def test_only_kernels_touch_the_native_module(repository: Path) -> None:
 
 
 def test_only_the_engine_and_the_measurements_touch_cuda_streams(repository: Path) -> None:
-    """probing.py may: what it measures is both directions of the link at once."""
+    """probing_link.py may: what it measures is both directions of the link at once."""
     wrong = [
         str(path.relative_to(repository))
         for path in sources(repository)
         if path.parent.name != "engine"
-        and path.stem not in ("probing", "probing_gpu")
+        and path.stem not in ("probing", "probing_link")
         and any(f"cuda.{word}" in path.read_text() for word in ("Stream(", "stream("))
     ]
     assert not wrong

@@ -9,15 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from superoffload import hardware, probing  # noqa: E402
+from superoffload import hardware, probing, probing_link  # noqa: E402
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same measurements on less data, into a cache of their own."""
     monkeypatch.setenv("SUPEROFFLOAD_CACHE", str(tmp_path))
-    monkeypatch.setattr(probing, "ADAM_PARAMS", 1 << 18)
-    monkeypatch.setattr(probing, "LINK_SIZES_MB", (1, 4))
+    monkeypatch.setattr(probing_link, "ADAM_PARAMS", 1 << 18)
+    monkeypatch.setattr(probing_link, "LINK_SIZES_MB", (1, 4))
 
 
 @pytest.mark.usefixtures("small")

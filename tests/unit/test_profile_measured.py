@@ -114,6 +114,24 @@ def test_checkpointing_cache_and_foreign_gradient_hooks_are_lifted_and_put_back(
     handle.remove()
 
 
+def test_an_attached_optimizer_trains_on_as_if_nothing_had_been_measured() -> None:
+    from superoffload.engine import OffloadAdamW
+
+    weights = []
+    for measure in (False, True):
+        model = tiny()
+        with OffloadAdamW(model, lr=1e-2, max_grad_norm=1.0, bucket_mb=0.05) as optimizer:
+            for _ in range(3):
+                model(input_ids=ids(), labels=ids()).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if measure:
+                    profile(model, ids(), hardware=LAPTOP, repeats=1)
+            optimizer.synchronize()
+            weights.append({n: bits(p) for n, p in model.named_parameters()})
+    assert weights[0] == weights[1]
+
+
 def test_llama_profile_agrees_with_what_can_be_counted_by_hand() -> None:
     model = tiny()
     p = profile(model, ids(), hardware=LAPTOP)

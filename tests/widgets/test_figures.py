@@ -14,7 +14,8 @@ from superoffload.memory import Ledger, LedgerItem
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
 from superoffload.tracing import Trace
-from superoffload.widgets import figures, theme, view_models as vm
+from superoffload.widgets import figures, theme
+from superoffload.widgets import view_models as vm
 from superoffload.widgets.live import same
 from superoffload.widgets.run_panel import plot_loss
 from superoffload.widgets.run_views import read_run

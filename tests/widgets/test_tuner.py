@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +32,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     out: Sent = []
 
     class Counting(BaseComm):
-        def publish_msg(self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **_: Any) -> None:
+        def publish_msg(
+            self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **_: Any
+        ) -> None:
             size = len(json.dumps(data, default=str)) + sum(memoryview(b).nbytes for b in buffers or ())
             out.append((msg_type, size))
 
@@ -58,8 +61,13 @@ def text(t: Tuner) -> str:
 
 def test_a_knob_changes_plan_trace_and_config_together(tuner: Tuner) -> None:
     seen: list[tuple[str, Any]] = []
-    tuner.observe(lambda c: seen.append((c["name"], c["owner"].plan == c["owner"].trace.plan.replace(
-        speculate=c["owner"].plan.speculate, reasons=c["owner"].plan.reasons))), names=["plan", "trace", "config"])  # fmt: skip
+
+    def watch(change: Any) -> None:
+        t = change["owner"]
+        agree = t.plan.retained_buckets == t.trace.plan.retained_buckets == t.config.plan.retained_buckets
+        seen.append((change["name"], agree))
+
+    tuner.observe(watch, names=["plan", "trace", "config"])
     before = tuner.trace.step_s
     tuner.controls.retained.value = 0
     assert tuner.plan.retained_buckets == 0
@@ -123,7 +131,9 @@ def test_flow_by_slider_text_and_click_are_equal(tuner: Tuner) -> None:
     assert tuner.plan.retained_buckets == 1
 
 
-@pytest.mark.parametrize(("typed", "said"), [("0-3", "block 0 cannot flow"), ("x", "not a block number"), ("99", "block 99")])
+@pytest.mark.parametrize(
+    ("typed", "said"), [("0-3", "block 0 cannot flow"), ("x", "not a block number"), ("99", "block 99")]
+)
 def test_a_wrong_block_is_explained_and_the_knob_goes_back(tuner: Tuner, typed: str, said: str) -> None:
     tuner.controls.flow_which.value = typed
     assert said in text(tuner)
@@ -322,3 +332,42 @@ def test_run_panel_follows_a_folder(tmp_path: Path, sent: Sent, write_run: Calla
     assert panel.figure.data[0].x.tolist() == [1, 2, 3, 4, 5, 6]
     assert max(n for _, n in sent) < 100_000
     panel.close()
+
+
+def test_in_a_running_loop_only_the_latest_value_is_worked_on(profile: Profile, sent: Sent) -> None:
+    async def drag() -> tuple[int, int]:
+        t = Tuner(profile, autosave=False)
+        runs = 0
+        simulate_once = t.session._simulate
+
+        def counted() -> Trace:
+            nonlocal runs
+            runs += 1
+            return simulate_once()
+
+        t.session._simulate = counted  # type: ignore[method-assign]
+        for n in range(1, 31):  # a hand drags faster than a simulation runs
+            t.controls.retained.value = n
+        await asyncio.sleep(0.2)
+        result = (runs, t.plan.retained_buckets)
+        t.close_all()
+        return result
+
+    assert asyncio.run(drag()) == (1, 30)
+
+
+def test_what_does_not_fit_is_said_before_advice_is_looked_for(sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def open_it() -> tuple[str, str]:
+        t = Tuner(estimate("llama-70b", micro_batch=1, seq_len=2048, hardware="gh200"), autosave=False)
+        at_once = text(t)
+        monkeypatch.setattr(t.session, "fit_advice", lambda: "retained_buckets = 0 would fit")
+        t.controls.flow_which.value = "0"
+        await asyncio.sleep(0.8)
+        later = text(t)
+        t.close_all()
+        return at_once, later
+
+    at_once, later = asyncio.run(open_it())
+    assert "short" in at_once
+    assert "would fit" in later
+    assert "cannot flow" in later, "advice must not wipe out an error"

@@ -18,7 +18,15 @@ def test_timeline_of_the_last_step_counts_from_its_beginning(trace: Trace) -> No
     assert view.label == "modelled, gh200"
     assert view.window_s == pytest.approx(0.1)
     assert view.step_starts_s == (0.0,)
-    assert [g.kind for g in view.groups] == ["forward", "recompute", "backward", "copy_down", "copy_up", "adam", "verdict"]
+    assert [g.kind for g in view.groups] == [
+        "forward",
+        "recompute",
+        "backward",
+        "copy_down",
+        "copy_up",
+        "adam",
+        "verdict",
+    ]
     down = next(g for g in view.groups if g.kind == "copy_down")
     assert down.lane == (LANES.index("link_down"),) * 2
     assert down.start_s == pytest.approx((0.05, 0.06))
@@ -82,7 +90,10 @@ def test_numbers_round_trip(trace: Trace) -> None:
 
 def test_memory_rows_stack_largest_first_and_show_pinned_inside_host(trace: Trace) -> None:
     gpu, host, pinned = vm.memory_rows(trace.memory)
-    assert gpu.segments == (vm.MemorySegment("weights", 14 * 10**9, 0), vm.MemorySegment("activations", 6 * 10**9, 14 * 10**9))
+    assert gpu.segments == (
+        vm.MemorySegment("weights", 14 * 10**9, 0),
+        vm.MemorySegment("activations", 6 * 10**9, 14 * 10**9),
+    )
     assert (host.total, pinned.total) == (93 * 10**9, 13 * 10**9)
     assert not gpu.over
     full = Ledger(items=(LedgerItem("gpu", "weights", 100),), gpu_capacity_bytes=60, host_capacity_bytes=10)
@@ -96,7 +107,7 @@ def test_layer_map_retains_the_first_layers(small_profile: Profile) -> None:
     view = vm.layer_map(small_profile, Plan(bucket_mb=1.0, retained_buckets=2, flow_blocks=(2,)))
     assert len(view.bucket_params) == 6
     mib = 2**18
-    # Backward completes head, layers.1, layers.0, embedding: the last two buckets are half of layers.0 and the embedding.
+    # Backward completes head, layers.1, layers.0, embedding: the last two are half of layers.0, and the embedding.
     assert [b.retained_params for b in view.blocks] == [mib, mib, 0, 0]
     assert [b.flow for b in view.blocks] == [False, False, True, False]
     assert view.layer_indices == (1, 2)

@@ -1,0 +1,98 @@
+"""From a model's folder to a trained checkpoint with nothing but commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from superoffload import cli
+from superoffload.config import TunedConfig
+from superoffload.hardware import preset
+from superoffload.profiler import Profile
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 60
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    preset("laptop").replace(source="probed", name="here").save("hw.json")
+    Path("text.txt").write_text(TEXT)
+
+
+def command(*arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    code = cli.main([*arguments, "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    body: dict[str, Any] = json.loads(out)
+    return body
+
+
+def make_config(model: Path, *settings: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command("profile", "--model", str(model), "--hardware", "hw.json", "--micro-batch", "2", "--seq-len", "32",
+            "--dtype", "float32", "--out", "profile.json", capsys=capsys)  # fmt: skip
+    command("plan", "--profile", "profile.json", "--config", "tuned.json", *settings, capsys=capsys)
+
+
+def test_profile_plan_train_resume(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_config(tiny_model, "--set", "buckets=3", capsys=capsys)
+    profile, config = Profile.load("profile.json"), TunedConfig.load("tuned.json")
+    assert profile.source == "measured"
+    assert config.model.source == str(tiny_model)
+    assert config.model.init == "pretrained"
+    assert config.training.dtype == "float32"
+    config.replace(optimizer=config.optimizer.replace(lr=1e-2)).save("tuned.json")
+    body = command(
+        "train", "--config", "tuned.json", "--data", "text.txt", "--steps", "8", "--out", "run", capsys=capsys
+    )
+    assert (body["state"], body["step"], body["out"]) == ("finished", 8, "run")
+    assert body["last_loss"] < body["first_loss"] - 0.5
+    assert TunedConfig.load("run/tuned.json").plan == config.plan
+    body = command("train", "--config", "tuned.json", "--data", "text.txt", "--steps", "12", "--resume", "run",
+                   capsys=capsys)  # fmt: skip
+    assert body["step"] == 12
+    assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 12
+    code = cli.main(["train", "--config", "tuned.json", "--data", "text.txt", "--out", "run"])
+    assert code == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def test_a_config_for_another_model_trains_nothing(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_config(tiny_model, capsys=capsys)
+    config = TunedConfig.load("tuned.json")
+    config.replace(model=config.model.replace(name="other", fingerprint="0" * 64)).save("tuned.json")
+    assert cli.main(["train", "--config", "tuned.json", "--data", "text.txt", "--out", "run"]) == 2
+    assert 'tuned for the model "other"' in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(("setting", "word"), [("flow=1", "flow_blocks"), ("speculate=on", "speculate")])
+def test_what_the_engine_cannot_do_yet_is_refused_by_name(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], setting: str, word: str
+) -> None:
+    make_config(tiny_model, "--set", setting, capsys=capsys)
+    assert cli.main(["train", "--config", "tuned.json", "--data", "text.txt", "--out", "run"]) == 2
+    assert word in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_a_preset_is_no_machine_to_measure_on(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["profile", "--model", str(tiny_model), "--hardware", "gh200", "--out", "p.json"]) == 2
+    assert "cannot be made for the preset" in capsys.readouterr().err
+    assert not Path("p.json").exists()
+
+
+def test_a_folder_without_a_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").mkdir()
+    assert cli.main(["profile", "--model", "empty", "--hardware", "hw.json", "--out", "p.json"]) == 2
+    assert "empty holds no model" in capsys.readouterr().err
+
+
+def test_the_planner_knows_the_small_model_by_its_name() -> None:
+    """The planning half cannot ask model_source, which imports torch."""
+    from superoffload import cli_planning, model_source
+
+    assert cli_planning.SMALL == model_source.SMALL
