@@ -103,7 +103,8 @@ inline void adam_sixteen(float* p, float* m, float* v, const void* g, void* out,
 }
 
 template <int G, int O>
-void adam(float* p, float* m, float* v, const void* g, void* out, std::size_t n, const AdamScalars& s) {
+void adam(float* p, float* m, float* v, const void* g, void* out, std::size_t n, const AdamScalars& scalars) {
+  const AdamScalars s = scalars;  // a copy that no store can change: it stays in registers
   std::size_t i = 0;
   for (; i + 2 * kWidth <= n; i += 2 * kWidth) {  // two vectors in flight hide the latency of sqrt and divide
     adam_sixteen<G, O, false>(p, m, v, g, out, i, 0, s);

@@ -71,7 +71,8 @@ inline float32x4_t adam_four(float* p, float* m, float* v, float32x4_t g, std::s
 }
 
 template <int G, int O>
-void adam(float* p, float* m, float* v, const void* g, void* out, std::size_t n, const AdamScalars& s) {
+void adam(float* p, float* m, float* v, const void* g, void* out, std::size_t n, const AdamScalars& scalars) {
+  const AdamScalars s = scalars;  // a copy that no store can change: it stays in registers
   std::size_t i = 0;
   for (; i + 2 * kWidth <= n; i += 2 * kWidth) {
     const Eight grad = load8<G>(g, i);

@@ -58,7 +58,8 @@ inline void adam_vector(svbool_t pg, float* p, float* m, float* v, const void* g
 }
 
 template <int G, int O>
-void adam(float* p, float* m, float* v, const void* g, void* out, std::size_t n, const AdamScalars& s) {
+void adam(float* p, float* m, float* v, const void* g, void* out, std::size_t n, const AdamScalars& scalars) {
+  const AdamScalars s = scalars;  // a copy that no store can change: it stays in registers
   const std::size_t width = svcntw();
   const svbool_t all = svptrue_b32();
   std::size_t i = 0;

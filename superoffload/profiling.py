@@ -65,7 +65,7 @@ def profile(
     if not any(b.parameters for b in parts):
         raise InputError("the model has no trainable parameter", remedy="Set requires_grad on what shall train")
     device = next(p.device for b in parts for _, p in b.parameters)
-    args, kwargs = _inputs(model, batch, device)
+    args, kwargs = batch_arguments(model, batch, device)
     micro_batch, seq_len = _shape(args, kwargs)
     if hardware is None:
         from superoffload.hardware import probe
@@ -198,7 +198,7 @@ class _Runner:
 
     def _forward(self, marks: Marks) -> Tensor:
         marks.to(0)
-        return _loss(self.model(*self.args, **self.kwargs))
+        return loss_of(self.model(*self.args, **self.kwargs))
 
     def _backward(self, marks: Marks, loss: Tensor) -> None:
         marks.to(len(self.blocks) - 1, "backward")
@@ -248,7 +248,7 @@ def _drop(parameter: Tensor) -> None:
     parameter.grad = None  # as in training, where the engine takes each gradient as it arrives
 
 
-def _inputs(model: nn.Module, batch: Batch, device: torch.device) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def batch_arguments(model: nn.Module, batch: Batch, device: torch.device) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Arguments of one forward on the model's device; labels are added where the model can make its own loss."""
     is_hf = hasattr(model, "config") and hasattr(model, "save_pretrained")
     if isinstance(batch, Tensor):
@@ -269,7 +269,7 @@ def _shape(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
     return int(first.shape[0]), int(first.shape[1]) if per_token else 1
 
 
-def _loss(output: Any) -> Tensor:
+def loss_of(output: Any) -> Tensor:
     """The model's own loss, else the mean square of its first floating output."""
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):

@@ -171,7 +171,7 @@ def timeline_spec(
 
 
 def _kind_colour(kind: str, theme: Theme) -> str:
-    return str(theme.text if kind == "undo" else KIND_COLOURS[kind])
+    return theme.text if kind == "undo" else KIND_COLOURS[kind]
 
 
 def layer_traces(view: vm.LayerMap, theme: Theme) -> list[Spec]:

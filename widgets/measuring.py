@@ -16,7 +16,7 @@ from superoffload.engine import optimizer as engine_optimizer
 from superoffload.errors import InputError, SuperOffloadError
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
-from superoffload.profiling import _inputs, _loss
+from superoffload.profiling import batch_arguments, loss_of
 from superoffload.profiling_state import untouched
 from superoffload.tracing import Trace
 
@@ -72,7 +72,7 @@ def measure_steps(
     if not trainable:
         raise InputError("the model has no trainable parameter", remedy="Set requires_grad on what shall train")
     device = trainable[0].device
-    args, kwargs = _inputs(model, batch, device)
+    args, kwargs = batch_arguments(model, batch, device)
     with _weights_kept(model), untouched(model, device):
         if plan.activations == "full":
             model_source.recompute_activations(model, True)
@@ -91,7 +91,7 @@ def measure_steps(
                     if stop is not None and stop.is_set():
                         raise Cancelled("the measurement was cancelled", remedy="The model is as it was before")
                     with opt.no_sync() if k < plan.accumulation - 1 else contextlib.nullcontext():
-                        _loss(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
+                        loss_of(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
                 opt.step()
                 opt.zero_grad()
                 if progress is not None:

@@ -251,7 +251,7 @@ class Session:
             make_plan(self.profile, self.hardware, **_as_knobs({k: getattr(self.plan, k) for k in Plan.knobs()}))
         except InputError as e:
             return str(e)
-        return str(vm.overflow_line(self.trace.memory))
+        return vm.overflow_line(self.trace.memory)
 
     def clamped(self, plan: Plan) -> Plan:
         """Keep counts within what the model and the machine have."""

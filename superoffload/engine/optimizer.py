@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from superoffload.engine import checkpoint
-from superoffload.engine.blocks import Block, find_blocks
+from superoffload.engine.blocks import find_blocks
 from superoffload.engine.buckets import DTYPES, ManagedParam
 from superoffload.engine.retained import Hyper
 from superoffload.engine.stepper import Engine
@@ -60,6 +60,13 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
+
+
+def optimizer_of(model: nn.Module) -> OffloadAdamW | None:
+    """The open OffloadAdamW of `model`, if it has one."""
+    reference = _engines.get(model)
+    optimizer = reference() if reference is not None else None
+    return optimizer if optimizer is not None and optimizer._engine is not None else None
 
 
 def default_adam_threads() -> int:
@@ -157,9 +164,8 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     @staticmethod
     def _close_previous(model: nn.Module) -> None:
-        reference = _engines.pop(model, None)
-        previous = reference() if reference is not None else None
-        if previous is None or previous._engine is None:
+        previous = optimizer_of(model)
+        if previous is None:
             return
         warnings.warn(
             "the model already had an OffloadAdamW, which is closed now. Its moments are not carried over: to keep "
@@ -494,4 +500,4 @@ def _close_all() -> None:
             optimizer._engine.worker.close()
 
 
-__all__ = ["Block", "OffloadAdamW", "Stats", "default_adam_threads"]
+__all__ = ["OffloadAdamW", "Stats", "default_adam_threads", "optimizer_of"]

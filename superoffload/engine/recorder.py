@@ -102,7 +102,7 @@ class Recorder:
         self._backward = None
 
     def end_step(self) -> None:
-        """Called by `step()` once its work is enqueued."""
+        """Called by `step()` once backward is enqueued and before the update is."""
         if not self.on:
             return
         self._step += 1
@@ -128,8 +128,8 @@ class Recorder:
     ) -> tuple[tuple[TraceEvent, ...], tuple[Stall, ...], float, float]:
         """The last complete step: (events, stalls, step seconds, window seconds).
 
-        The window runs from the end of the step before to the end of the last step, and the updates of the step
-        before, which overlap it, are part of it.
+        The window runs from the end of one backward to the end of the next: the update of the step before, the forward
+        that it overlaps, and the last step's own forward and backward.
 
         Args:
             worker_spans: (kind, bucket, sequence, begin, end) in nanoseconds, from the native worker.

@@ -187,13 +187,14 @@ class Engine:
             return False
         self.collector.finish()
         self.adopt_edits()
+        # A recorded step ends where its update begins, so that an update always lies in the step that it overlaps.
+        self.recorder.end_step()
         with uninterrupted():
             self._submit(hyper, max_norm)
         # From here on the step is whole; an interrupted wait can be taken up again.
         self._settle_blocks()
         if self.recorder.on:
             self._keep_spans()
-        self.recorder.end_step()
         return True
 
     def _submit(self, hyper: Sequence[Hyper], max_norm: float | None) -> None:
@@ -323,12 +324,11 @@ class Engine:
         self.synchronize()
         self._keep_spans()
         uploads: list[tuple[int, Any, Any, int]] = []
-        if self.device.is_cuda:
-            # Those of the step before overlap the last step; on a small model this step's own may end inside it too.
-            for sequence in range(max(1, self.sequence - 1), self.sequence + 1):
-                for b in self.arenas.cpu_buckets:
-                    size = b.layout.numel * (b.master if b.out is None else b.out).element_size()
-                    uploads.append((b.index, b.upload_start[sequence & 1], b.done[sequence & 1], size))
+        if self.device.is_cuda and self.sequence > 1:
+            parity = (self.sequence - 1) & 1  # the uploads that overlap the last step are of the step before
+            for b in self.arenas.cpu_buckets:
+                size = b.layout.numel * (b.master if b.out is None else b.out).element_size()
+                uploads.append((b.index, b.upload_start[parity], b.done[parity], size))
         return self.recorder.events(self._worker_spans, uploads)
 
     def close(self) -> None:

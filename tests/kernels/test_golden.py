@@ -63,7 +63,9 @@ class Program:
     objects: dict[str, Path]
 
     def run(self, *isas: str, emulator: tuple[str, ...] = ()) -> Report:
-        done = subprocess.run([*emulator, str(self.path), *isas], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [*emulator, str(self.path), *isas], check=False, capture_output=True, text=True, timeout=120
+        )
         bad = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
         assert not bad and done.returncode == 0, (done.returncode, bad[:5], done.stderr[-2000:])
         found, sve, *lines = (line.split() for line in done.stdout.splitlines())
@@ -80,7 +82,7 @@ def _build(folder: Path, compiler: str, units: dict[str, list[str]], link: tuple
 
     def compile_one(source: str) -> None:
         command = [compiler, *_FLAGS, *units[source], "-c", str(CSRC / source), "-o", str(objects[source])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
 
     with ThreadPoolExecutor(min(2, kernels.available_cores())) as pool:
@@ -110,7 +112,8 @@ def _differences(got: dict[str, str]) -> list[str]:
 
 def _only_the_table_leaves(program: Program, source: str, nm: str) -> None:
     """An inline function that leaves a file compiled with wider instructions might replace the baseline's copy."""
-    done = subprocess.run([nm, "-C", "--defined-only", "-g", program.objects[source]], capture_output=True, text=True)
+    command = [nm, "-C", "--defined-only", "-g", str(program.objects[source])]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     names = [line.split(maxsplit=2)[2] for line in done.stdout.splitlines()]
     assert names == [f"so::{source.removeprefix('adam_').removesuffix('.cpp')}_table()"]
 
@@ -150,7 +153,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
         pytest.skip(f"no instruction set of its own for {machine}")
     common = ["-O3", *_DEFINITIONS[machine]]
     units = {source: [*common, *_file_flags(source)] for source in _ISA_SOURCES[machine]}
-    units |= {source: common for source in ("test_golden.cpp", "dispatch.cpp", "adam_scalar.cpp")}
+    units |= dict.fromkeys(("test_golden.cpp", "dispatch.cpp", "adam_scalar.cpp"), common)
     return _build(tmp_path_factory.mktemp("native"), _compiler(), units)
 
 
@@ -203,7 +206,7 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Report]:
     # GCC 12 would make vectors of its own out of the baseline's loops; the point here is the code as it is written.
     common = ["-O2", "-fno-tree-vectorize", *_DEFINITIONS["aarch64"]]
     units = {source: [*common, *_file_flags(source)] for source in _ISA_SOURCES["aarch64"]}
-    units |= {source: common for source in ("test_golden.cpp", "dispatch.cpp", "adam_scalar.cpp")}
+    units |= dict.fromkeys(("test_golden.cpp", "dispatch.cpp", "adam_scalar.cpp"), common)
     program = _build(tmp_path_factory.mktemp("aarch64"), compiler, units, link=("-static",))
     if nm := shutil.which("aarch64-linux-gnu-nm"):
         for source in _ISA_SOURCES["aarch64"]:
