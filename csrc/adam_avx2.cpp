@@ -60,7 +60,8 @@ inline void adam_eight(float* p, float* m, float* v, const void* g, void* out, s
 }
 
 template <int G, int O>
-void adam(float* p, float* m, float* v, const void* g, void* out, std::size_t n, const AdamScalars& s) {
+void adam(float* p, float* m, float* v, const void* g, void* out, std::size_t n, const AdamScalars& scalars) {
+  const AdamScalars s = scalars;  // a copy: the arrays might alias the caller's, and then every vector would reload it
   std::size_t i = 0;
   for (; i + 2 * kWidth <= n; i += 2 * kWidth) {  // two vectors in flight hide the latency of sqrt and divide
     adam_eight<G, O>(p, m, v, g, out, i, s);

@@ -2,8 +2,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 
 #include "kernels.h"
@@ -22,8 +24,10 @@ constexpr std::size_t kTile = 16384;
 so::Pool& shared_pool(int threads) {
   static std::mutex mutex;
   static so::Pool* pool = nullptr;
+  static int process = 0;
   std::lock_guard<std::mutex> lock(mutex);
-  if (!pool || pool->threads() < threads) pool = new so::Pool(threads);
+  if (!pool || pool->threads() < threads || process != int(getpid())) pool = new so::Pool(threads);  // not after a fork
+  process = int(getpid());
   return *pool;
 }
 
@@ -33,6 +37,7 @@ T* at(std::uintptr_t address) {
 }
 
 so::AdamScalars scalars_of(double lr, double b1, double b2, double eps, double wd, std::int64_t t, float scale) {
+  so::FloatEnvironment environment;  // the caller's rounding mode must not reach the constants
   return so::adam_scalars({lr, b1, b2, eps, wd}, t, scale);
 }
 
@@ -125,6 +130,8 @@ NB_MODULE(_kernels, m) {
       .def_rw("get_error_string", &so::CudaApi::get_error_string)
       .def_rw("context", &so::CudaApi::context)
       .def_rw("upload_stream", &so::CudaApi::upload_stream)
+      .def_rw("stream_query", &so::CudaApi::stream_query)
+      .def_rw("download_stream", &so::CudaApi::download_stream)
       .def_rw("launch_kernel", &so::CudaApi::launch_kernel)
       .def_rw("cast_bf16", &so::CudaApi::cast_bf16)
       .def_rw("cast_f16", &so::CudaApi::cast_f16);
@@ -156,6 +163,7 @@ NB_MODULE(_kernels, m) {
       .def(nb::init<>())
       .def_rw("sequence", &so::StepDesc::sequence)
       .def_rw("ticket", &so::StepDesc::ticket)
+      .def_rw("ticket_value", &so::StepDesc::ticket_value)
       .def_rw("partials", &so::StepDesc::partials)
       .def_rw("partial_count", &so::StepDesc::partial_count)
       .def_rw("max_norm", &so::StepDesc::max_norm)
@@ -189,7 +197,7 @@ NB_MODULE(_kernels, m) {
       .def("verdict",
            [](so::Worker& w) {
              const so::Verdict v = w.verdict();
-             return nb::make_tuple(v.sequence, v.norm, v.coefficient, v.skipped);
+             return nb::make_tuple(v.sequence, v.norm, v.coefficient, v.skipped, v.skips);
            })
       .def("trace", &so::Worker::trace)
       .def("take_spans",

@@ -1,6 +1,7 @@
 // Chooses the instruction set once, and holds what does not depend on it.
 #include <atomic>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
@@ -58,6 +59,9 @@ std::atomic<const KernelTable*>& active() {
   static std::atomic<const KernelTable*> table{[] {
     const char* wanted = std::getenv("SUPEROFFLOAD_ISA");
     const KernelTable* t = wanted ? find(wanted) : nullptr;
+    if (wanted && !t && std::strcmp(wanted, "auto") != 0)
+      std::fprintf(stderr, "superoffload: SUPEROFFLOAD_ISA=%s is not to be had here; using %s\n", wanted,
+                   tables().front()->name);
     return t ? t : tables().front();
   }()};
   return table;

@@ -19,8 +19,8 @@ constexpr std::size_t kCombineLanes = 1024;
 
 // Everything a step needs besides the arrays, already in fp32 (computed in double, rounded once).
 struct AdamScalars {
-  float grad_scale;     // unscale times clip coefficient
-  float one_minus_b1;   // 1 - beta1
+  float grad_scale;    // unscale times clip coefficient
+  float one_minus_b1;  // 1 - beta1
   float beta2;
   float one_minus_b2;   // 1 - beta2
   float decay;          // 1 - lr * weight_decay

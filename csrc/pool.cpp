@@ -1,19 +1,27 @@
 #include "pool.h"
 
+#include <unistd.h>
+
 #include "kernels.h"
 
 namespace so {
 
-Pool::Pool(int threads) {
+Pool::Pool(int threads) : process_(int(getpid())) {
   for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { loop(i); });
 }
 
 Pool::~Pool() {
+  if (int(getpid()) != process_) {
+    for (auto& t : workers_) t.detach();
+    start_.release();
+    done_.release();
+    return;
+  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
   }
-  start_.notify_all();
+  start_->notify_all();
   for (auto& t : workers_) t.join();
 }
 
@@ -31,14 +39,14 @@ void Pool::loop(int id) {
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      start_.wait(lock, [&] { return stop_ || generation_ != seen; });
+      start_->wait(lock, [&] { return stop_ || generation_ != seen; });
       if (stop_) return;
       seen = generation_;
       if (id >= limit_) continue;  // run() counted only the threads below its limit
     }
     drain();
     std::lock_guard<std::mutex> lock(mutex_);
-    if (--busy_ == 0) done_.notify_one();
+    if (--busy_ == 0) done_->notify_one();
   }
 }
 
@@ -61,10 +69,10 @@ void Pool::run(std::size_t tiles, void (*body)(void*, std::size_t), void* contex
     busy_ = use - 1;
     ++generation_;
   }
-  start_.notify_all();
+  start_->notify_all();
   drain();
   std::unique_lock<std::mutex> lock(mutex_);
-  done_.wait(lock, [&] { return busy_ == 0; });
+  done_->wait(lock, [&] { return busy_ == 0; });
 }
 
 }  // namespace so

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -33,9 +34,11 @@ class Pool {
   void loop(int id);
   void drain();
 
+  const int process_;  // a forked child has this object, but not its threads
   std::mutex caller_;
   std::mutex mutex_;
-  std::condition_variable start_, done_;
+  // On the heap for the same reason as the worker's.
+  std::unique_ptr<std::condition_variable> start_{new std::condition_variable}, done_{new std::condition_variable};
   std::vector<std::thread> workers_;
   std::uint64_t generation_ = 0;
   bool stop_ = false;

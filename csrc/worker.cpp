@@ -1,5 +1,7 @@
 #include "worker.h"
 
+#include <unistd.h>
+
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -28,20 +30,28 @@ struct Tile {
 
 }  // namespace
 
-Worker::Worker(int threads, CudaApi cuda) : pool_(threads), cuda_(cuda), thread_([this] { loop(); }) {}
+Worker::Worker(int threads, CudaApi cuda)
+    : pool_(threads), cuda_(cuda), process_(int(getpid())), thread_([this] { loop(); }) {}
 
 Worker::~Worker() { close(); }
 
 void Worker::close() {
+  if (int(getpid()) != process_) {
+    // In a forked child the thread does not exist, and the mutex may have been held when it was copied.
+    if (thread_.joinable()) thread_.detach();
+    work_.release();
+    progress_.release();
+    return;
+  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (stop_) return;
     stop_ = true;
     abandon_.store(true);
   }
-  work_.notify_all();
+  work_->notify_all();
   if (thread_.joinable()) thread_.join();
-  progress_.notify_all();
+  progress_->notify_all();
 }
 
 void Worker::set_buckets(std::vector<BucketDesc> buckets) {
@@ -61,7 +71,7 @@ void Worker::submit(StepDesc step) {
         throw std::runtime_error("a step names a bucket that does not exist");
     queue_.push_back(std::move(step));
   }
-  work_.notify_one();
+  work_->notify_one();
 }
 
 bool Worker::failed_locked() {
@@ -72,20 +82,20 @@ bool Worker::failed_locked() {
 
 bool Worker::wait_verdict(std::int64_t sequence, int slice_ms) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return progress_.wait_for(lock, std::chrono::milliseconds(slice_ms),
-                            [&] { return verdict_.sequence >= sequence || failed_locked(); });
+  return progress_->wait_for(lock, std::chrono::milliseconds(slice_ms),
+                             [&] { return verdict_.sequence >= sequence || failed_locked(); });
 }
 
 bool Worker::wait_bucket(int bucket, std::int64_t sequence, int slice_ms) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return progress_.wait_for(lock, std::chrono::milliseconds(slice_ms),
-                            [&] { return done_.at(bucket) >= sequence || failed_locked(); });
+  return progress_->wait_for(lock, std::chrono::milliseconds(slice_ms),
+                             [&] { return done_.at(bucket) >= sequence || failed_locked(); });
 }
 
 bool Worker::wait_idle(int slice_ms) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return progress_.wait_for(lock, std::chrono::milliseconds(slice_ms),
-                            [&] { return failed_locked() || (queue_.empty() && !running_); });
+  return progress_->wait_for(lock, std::chrono::milliseconds(slice_ms),
+                             [&] { return failed_locked() || (queue_.empty() && !running_); });
 }
 
 Verdict Worker::verdict() {
@@ -127,8 +137,8 @@ void Worker::loop() {
     {
       std::unique_lock<std::mutex> lock(mutex_);
       running_ = false;
-      progress_.notify_all();
-      work_.wait(lock, [&] { return stop_ || !queue_.empty(); });
+      progress_->notify_all();
+      work_->wait(lock, [&] { return stop_ || !queue_.empty(); });
       if (stop_) return;
       step = std::move(queue_.front());
       queue_.pop_front();
@@ -141,7 +151,23 @@ void Worker::loop() {
       if (!stop_) failure_ = e.what();
       running_ = false;
       queue_.clear();
-      progress_.notify_all();
+      progress_->notify_all();
+    }
+  }
+}
+
+// The copy stream writes the ticket after the last partial sum, so seeing it means that every gradient of this step is
+// in host memory. Spin for a moment, then sleep: the wait is as long as the rest of backward.
+void Worker::wait_for_ticket(const StepDesc& step) {
+  constexpr int kNotReady = 600;  // CUDA_ERROR_NOT_READY
+  auto* ticket = at<std::int64_t>(step.ticket);
+  for (int spins = 0; __atomic_load_n(ticket, __ATOMIC_ACQUIRE) != step.ticket_value; ++spins) {
+    if (abandon_.load(std::memory_order_relaxed)) throw std::runtime_error("closed while a step was in flight");
+    if (spins < 200) continue;
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    if (spins % 256 == 0 && cuda_.stream_query) {
+      const int code = at<int(void*)>(cuda_.stream_query)(at<void>(cuda_.download_stream));
+      if (code != kNotReady) check(code, "the download of gradients");
     }
   }
 }
@@ -149,16 +175,8 @@ void Worker::loop() {
 void Worker::run(const StepDesc& step) {
   if (cuda_.ctx_set_current) check(at<int(void*)>(cuda_.ctx_set_current)(at<void>(cuda_.context)), "cuCtxSetCurrent");
 
-  // The copy stream writes the ticket after the last partial sum, so seeing it means that every gradient of this step
-  // is in host memory. Spin for a moment, then sleep: the wait is as long as the rest of backward.
   const std::int64_t begin = now_ns();
-  if (step.ticket) {
-    auto* ticket = at<std::int64_t>(step.ticket);
-    for (int spins = 0; __atomic_load_n(ticket, __ATOMIC_ACQUIRE) != step.sequence; ++spins) {
-      if (abandon_.load(std::memory_order_relaxed)) throw std::runtime_error("closed while a step was in flight");
-      if (spins > 200) std::this_thread::sleep_for(std::chrono::microseconds(20));
-    }
-  }
+  if (step.ticket) wait_for_ticket(step);
   Verdict verdict;
   verdict.sequence = step.sequence;
   const double total = combine_partials(at<const double>(step.partials), std::size_t(step.partial_count));
@@ -171,6 +189,7 @@ void Worker::run(const StepDesc& step) {
   span(0, -1, step.sequence, begin);
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    verdict.skips = verdict_.skips + (verdict.skipped ? 1 : 0);
     if (!verdict.skipped) {
       auto* steps = at<std::int64_t>(step.steps);
       const auto* active = at<const std::uint8_t>(step.active);
@@ -180,7 +199,7 @@ void Worker::run(const StepDesc& step) {
     }
     verdict_ = verdict;
   }
-  progress_.notify_all();
+  progress_->notify_all();
   if (verdict.skipped) return;
 
   // Rounded once, so that the GPU, which holds the coefficient as an fp32 scalar, multiplies by the same number.
@@ -194,7 +213,7 @@ void Worker::run(const StepDesc& step) {
       std::lock_guard<std::mutex> lock(mutex_);
       done_[b] = step.sequence;
     }
-    progress_.notify_all();
+    progress_->notify_all();
   }
 }
 

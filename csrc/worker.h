@@ -3,9 +3,11 @@
 // It never takes Python's lock: beside a busy main thread a Python worker lost fifty times the bucket's own time.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -20,6 +22,8 @@ namespace so {
 struct CudaApi {
   std::uintptr_t ctx_set_current = 0, memcpy_htod_async = 0, event_record = 0, get_error_string = 0;
   std::uintptr_t context = 0, upload_stream = 0;
+  std::uintptr_t stream_query = 0,
+                 download_stream = 0;  // asked while waiting, so that a device fault is not waited out
   std::uintptr_t launch_kernel = 0, cast_bf16 = 0, cast_f16 = 0;  // device casts fp32 -> 16-bit (kernels/cast_ptx.py)
 };
 
@@ -50,7 +54,8 @@ struct BucketDesc {
 
 struct StepDesc {
   std::int64_t sequence = 0;
-  std::uintptr_t ticket = 0;    // int64 in pinned memory; the step may be judged once it equals `sequence`
+  std::uintptr_t ticket = 0;  // int64 in pinned memory; the step may be judged once it equals ticket_value
+  std::int64_t ticket_value = 0;
   std::uintptr_t partials = 0;  // float64
   std::int64_t partial_count = 0;
   double max_norm = -1.0;  // negative: no clipping
@@ -68,6 +73,7 @@ struct Verdict {
   double norm = 0.0;
   float coefficient = 1.0f;  // of clipping alone
   bool skipped = false;      // a gradient was not finite
+  std::int64_t skips = 0;    // so far
 };
 
 // Spans in nanoseconds of the steady clock (Python's time.perf_counter_ns on Linux).
@@ -106,6 +112,7 @@ class Worker {
   void span(int kind, int bucket, std::int64_t sequence, std::int64_t begin);
   void check(int code, const char* what) const;
   bool failed_locked();
+  void wait_for_ticket(const StepDesc& step);
 
   Pool pool_;
   CudaApi cuda_;
@@ -113,13 +120,15 @@ class Worker {
   std::vector<std::int64_t> done_;  // last sequence whose update of this bucket is enqueued
   std::deque<StepDesc> queue_;
   std::mutex mutex_;
-  std::condition_variable work_, progress_;
+  // On the heap, so that a forked child can leave them: destroying one waits for waiters that do not exist there.
+  std::unique_ptr<std::condition_variable> work_{new std::condition_variable}, progress_{new std::condition_variable};
   Verdict verdict_;
   bool stop_ = false, running_ = false, traced_ = false;
   std::string failure_;
   std::vector<Span> spans_;
   std::atomic<int> delay_us_{0};
   std::atomic<bool> abandon_{false};
+  const int process_;  // a forked child has this object, but not its threads
   std::thread thread_;
 };
 

@@ -38,6 +38,8 @@ class ManagedParam:
     """Index of its first partial sum; partials follow the order of the model's parameters, not of the buckets."""
     places: list[tuple[int, Segment]] = field(default_factory=list)
     """(bucket, segment) in order of offset."""
+    address: int = 0
+    """Where its weights lie in the arena."""
 
     @property
     def numel(self) -> int:
@@ -83,23 +85,41 @@ def backward_order(blocks: Sequence[Sequence[ManagedParam]]) -> list[ManagedPara
     return [p for block in reversed(blocks) for p in reversed(block)]
 
 
+def plan_layout(params: Sequence[ManagedParam], blocks: int, plan: Plan) -> list[Bucket]:
+    """Cut the parameters into the plan's buckets.
+
+    Raises:
+        InputError: the plan retains more buckets than there are.
+    """
+    by_block: list[list[ManagedParam]] = [[] for _ in range(blocks)]
+    for p in params:
+        by_block[p.block].append(p)
+    refs = [TensorRef(p.index, p.block, p.numel, p.dtype) for p in backward_order(by_block)]
+    layouts = cut_buckets(refs, plan.bucket_mb)
+    if plan.retained_buckets > len(layouts):
+        raise InputError(
+            f"retained_buckets = {plan.retained_buckets}",
+            expected=f"at most {len(layouts)}, the number of buckets at bucket_mb = {plan.bucket_mb:g}",
+        )
+    return layouts
+
+
 class Arenas:
     """All buckets of an engine with their memory."""
 
-    def __init__(self, params: Sequence[ManagedParam], blocks: int, plan: Plan, device: Device, *, trace: bool):
+    def __init__(
+        self,
+        params: Sequence[ManagedParam],
+        layouts: Sequence[Bucket],
+        blocks: int,
+        plan: Plan,
+        device: Device,
+        *,
+        trace: bool,
+    ):
         self.host = HostMemory(can_pin=device.is_cuda)
         self.params = list(params)
         self.plan = plan
-        by_block: list[list[ManagedParam]] = [[] for _ in range(blocks)]
-        for p in params:
-            by_block[p.block].append(p)
-        refs = [TensorRef(p.index, p.block, p.numel, p.dtype) for p in backward_order(by_block)]
-        layouts = cut_buckets(refs, plan.bucket_mb)
-        if plan.retained_buckets > len(layouts):
-            raise InputError(
-                f"retained_buckets = {plan.retained_buckets}",
-                expected=f"at most {len(layouts)}, the number of buckets at bucket_mb = {plan.bucket_mb:g}",
-            )
         for layout in layouts:
             for segment in layout.segments:
                 self.params[segment.tensor].places.append((layout.index, segment))
@@ -187,6 +207,7 @@ class Arenas:
             view = arena[start : start + p.numel].view(p.param.shape)
             view.copy_(p.param.data)
             p.param.data = view
+            p.address = int(view.data_ptr())
 
     def chunks(self, segments: Sequence[Segment]) -> list[Chunk]:
         """Norm chunks of some segments of one bucket."""

@@ -54,6 +54,8 @@ def _torch_order(optimizer: OffloadAdamW) -> list[Any]:
 
 
 def state_dict(optimizer: OffloadAdamW) -> dict[str, Any]:
+    for before in optimizer._optimizer_state_dict_pre_hooks.values():
+        before(optimizer)
     engine = optimizer.engine
     engine.synchronize()
     state: dict[int, dict[str, Any]] = {}
@@ -61,7 +63,7 @@ def state_dict(optimizer: OffloadAdamW) -> dict[str, Any]:
         step = int(engine.steps[p.index])
         if step == 0:
             continue
-        state[i] = {"step": torch.tensor(float(step)), **{k: engine.gather(p, k) for k in MOMENTS}}
+        state[i] = {"step": torch.tensor(float(step), device="cpu"), **{k: engine.gather(p, k) for k in MOMENTS}}
         if p.dtype != "float32":
             state[i]["master"] = engine.gather(p, "master")
     groups, start = [], 0
@@ -69,10 +71,15 @@ def state_dict(optimizer: OffloadAdamW) -> dict[str, Any]:
         n = len(group["params"])
         groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(range(start, start + n))})
         start += n
-    return {"state": state, "param_groups": groups}
+    result: dict[str, Any] = {"state": state, "param_groups": groups}
+    for after in optimizer._optimizer_state_dict_post_hooks.values():
+        result = after(optimizer, result) or result
+    return result
 
 
 def load_state_dict(optimizer: OffloadAdamW, given: dict[str, Any]) -> None:
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        given = before(optimizer, given) or given
     engine = optimizer.engine
     engine.synchronize()
     groups = given["param_groups"]
@@ -98,7 +105,7 @@ def load_state_dict(optimizer: OffloadAdamW, given: dict[str, Any]) -> None:
     for p in engine.params:
         if p.index not in loaded:
             for kind in MOMENTS:
-                engine.scatter(p, kind, torch.zeros(p.numel))
+                engine.scatter(p, kind, torch.zeros(p.numel, device="cpu"))
     for p, values in loads:
         engine.steps[p.index] = int(values["step"])
         for kind in ("master", *MOMENTS):
@@ -106,6 +113,9 @@ def load_state_dict(optimizer: OffloadAdamW, given: dict[str, Any]) -> None:
                 engine.scatter(p, kind, values[kind])
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({k: v for k, v in saved.items() if k != "params"})
+    optimizer._show_steps()
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
 
 
 def save(optimizer: OffloadAdamW, path: str | os.PathLike[str]) -> None:
@@ -170,6 +180,7 @@ def load(optimizer: OffloadAdamW, path: str | os.PathLike[str]) -> None:
                 engine.steps[p.index] = steps[p.name]
                 for kind in ("master", *MOMENTS):
                     engine.scatter(p, kind, f.get_tensor(f"{kind}/{p.name}"))
+            optimizer._show_steps()
             _load_groups(optimizer, json.loads(metadata["param_groups"]))
     except SafetensorError as e:
         raise InputError(f"{path} cannot be read: {e}", expected="a file that OffloadAdamW.save wrote") from None

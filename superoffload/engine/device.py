@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from superoffload.errors import NotSupported
 from superoffload.kernels import available_cores, native
 from superoffload.kernels import combine_partials as combine_on_host
 from superoffload.kernels import norm_partials as norm_on_host
@@ -39,6 +40,15 @@ class HostDevice:
 
     def up_waits_for_compute(self) -> None: ...
 
+    def guard(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def stream_id(self) -> int:
+        return 0
+
+    def continue_from(self, last: Any) -> Any:
+        return None
+
     def new_event(self, *, timed: bool = False) -> Any:
         return None
 
@@ -52,6 +62,8 @@ class HostDevice:
     def compute_waits(self, event: Any) -> None: ...
 
     def host_waits(self, event: Any) -> None: ...
+
+    def synchronize_compute(self) -> None: ...
 
     def chunk_table(self, chunks: Sequence[Chunk]) -> Any:
         return chunks
@@ -96,7 +108,7 @@ class CudaDevice:
             self._down = torch.cuda.Stream(device)
             self._up = torch.cuda.Stream(device)
             self._fork = torch.cuda.Event()
-        self.cuda_api = self._driver_api()
+            self.cuda_api = self._driver_api()
         self._anchor_event = torch.cuda.Event(enable_timing=True)
         self._anchor_host = 0.0
         self.anchor()
@@ -119,6 +131,8 @@ class CudaDevice:
         api.get_error_string = address("cuGetErrorString")
         api.context = int(context.value or 0)
         api.upload_stream = int(self._up.cuda_stream)
+        api.stream_query = address("cuStreamQuery")
+        api.download_stream = int(self._down.cuda_stream)
         api.launch_kernel = address("cuLaunchKernel")
         module = ctypes.c_void_p()
         if code := driver.cuModuleLoadData(ctypes.byref(module), CAST_PTX.encode() + b"\0"):
@@ -147,6 +161,21 @@ class CudaDevice:
         self._fork.record(self.compute)
         self._up.wait_event(self._fork)
 
+    def guard(self) -> AbstractContextManager[Any]:
+        """Makes this the current device: kernels launched by Triton go to the current one."""
+        return torch.cuda.device(self.device)
+
+    def stream_id(self) -> int:
+        return int(self.compute.cuda_stream)
+
+    def continue_from(self, last: torch.cuda.Stream | None) -> torch.cuda.Stream:
+        """Order the current stream after `last`, the one that was current before, and return it."""
+        current = self.compute
+        if last is not None and last != current:
+            self._fork.record(last)
+            current.wait_event(self._fork)
+        return current
+
     def new_event(self, *, timed: bool = False) -> Any:
         event = torch.cuda.Event(enable_timing=timed)
         event.record(self._up)  # torch creates the CUDA event at its first record; the worker needs its handle
@@ -166,6 +195,9 @@ class CudaDevice:
 
     def host_waits(self, event: Any) -> None:
         event.synchronize()
+
+    def synchronize_compute(self) -> None:
+        self.compute.synchronize()
 
     def chunk_table(self, chunks: Sequence[Chunk]) -> Any:
         from superoffload.kernels import gpu
@@ -203,8 +235,18 @@ Device = HostDevice | CudaDevice
 
 
 def device_for(device: torch.device) -> Device:
-    """The engine's view of `device`."""
-    return CudaDevice(device) if device.type == "cuda" else HostDevice(device)
+    """The engine's view of `device`.
+
+    Raises:
+        NotSupported: neither a CUDA GPU nor the CPU.
+    """
+    if device.type == "cuda":
+        return CudaDevice(device)
+    if device.type == "cpu":
+        return HostDevice(device)
+    raise NotSupported(
+        f"the model is on {device}", expected="a CUDA GPU or the CPU", remedy='Move it first: model.to("cpu")'
+    )
 
 
 __all__ = ["Chunk", "CudaDevice", "Device", "HostDevice", "combine_on_host", "device_for"]

@@ -13,6 +13,7 @@ import torch
 from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
 from superoffload.engine.device import Device
 from superoffload.engine.recorder import Recorder
+from superoffload.engine.worker import WorkerFace
 from superoffload.layout import Segment
 
 RING_SLOTS = 4
@@ -38,15 +39,11 @@ class _Slot:
 
 
 class GradientCollector:
-    """Takes gradients of managed parameters until a step consumes them.
+    """Takes gradients of managed parameters until a step consumes them."""
 
-    Args:
-        wait_bucket: blocks until the last update of a bucket is enqueued; called before its held gradient is
-            overwritten.
-    """
-
-    def __init__(self, arenas: Arenas, device: Device, recorder: Recorder, wait_bucket: Callable[[BucketState], None]):
-        self._arenas, self._device, self._recorder, self._wait_bucket = arenas, device, recorder, wait_bucket
+    def __init__(self, arenas: Arenas, device: Device, recorder: Recorder, worker: WorkerFace):
+        self._arenas, self._device, self._recorder, self._worker = arenas, device, recorder, worker
+        self._stream: Any = None
         self.partials = torch.zeros(arenas.partial_count, dtype=torch.float64, device=device.device)
         nbytes = max((b.layout.numel * b.grad.dtype.itemsize for b in arenas.cpu_buckets), default=0)
         self._free = [_Slot(nbytes, device) for _ in range(RING_SLOTS if nbytes else 0)]
@@ -63,6 +60,9 @@ class GradientCollector:
         grad = p.param.grad
         if grad is None:
             return
+        # Slots, partial sums and held gradients are ordered on one stream at a time: a gradient that comes on another
+        # one first waits for all that was done on the last.
+        self._stream = self._device.continue_from(self._stream)
         if grad.is_sparse:
             grad = grad.to_dense()
         if p.index in self.collected:
@@ -84,6 +84,7 @@ class GradientCollector:
 
     def finish(self) -> None:
         """Send what has not been sent, and zero the partial sums of parameters without a gradient in this step."""
+        self._stream = self._device.continue_from(self._stream)
         for index in list(self._pending):
             self._flush(self._arenas.buckets[index])
         for i in self._live - self.collected:
@@ -113,7 +114,12 @@ class GradientCollector:
         return slot.view(state)
 
     def _flush(self, state: BucketState) -> None:
-        segments = self._pending.pop(state.index)
+        if not state.retained:
+            self._worker.wait_bucket(state)  # may be interrupted by Ctrl-C: nothing has changed until here
+        segments = self._pending.pop(state.index, [])
+        if not segments:  # all of them were taken back to be added to
+            self._free.append(self._open.pop(state.index))
+            return
         whole = len(segments) == len(state.layout.segments)
         landed = self._landing(state)
         table = state.table if whole else self._device.chunk_table(self._arenas.chunks(segments))
@@ -122,7 +128,6 @@ class GradientCollector:
         self._recorder.add("gpu", "norm", start, self._recorder.mark(self._device), bucket=state.index)
         if state.retained:
             return
-        self._wait_bucket(state)  # may be interrupted by Ctrl-C: the slot is still in its place then
         slot = self._open.pop(state.index)
         self._device.down_waits_for_compute()
         with self._device.down_stream():
@@ -145,6 +150,11 @@ class GradientCollector:
         if not self._warned:
             self._warned = True
             warnings.warn(SECOND_BACKWARD, UserWarning, stacklevel=2)
+        held = self._take_back(p)
+        return held.view(grad.shape).to(grad.dtype) + grad
+
+    def _take_back(self, p: ManagedParam) -> torch.Tensor:
+        """A copy on the device, flat, of a gradient already taken; what has not been sent yet will not be."""
         pieces: list[torch.Tensor] = []
         for index, s in p.places:
             state = self._arenas.buckets[index]
@@ -159,10 +169,15 @@ class GradientCollector:
                 pieces.append(state.grad[span].to(self._device.device))
             if s in pending:
                 pending.remove(s)
-                if not pending:
-                    del self._pending[index]
-        held = torch.cat(pieces).view(grad.shape).to(grad.dtype)
-        return held + grad
+        return torch.cat(pieces) if pieces else torch.empty(0, device=self._device.device)
+
+    def give_back(self) -> None:
+        """Return every gradient taken since the last step to `p.grad`."""
+        for i in sorted(self.collected):
+            p = self._arenas.params[i]
+            held = self._take_back(p).view(p.param.shape).to(p.param.dtype)
+            p.param.grad = held if p.param.grad is None else p.param.grad + held
+        self.discard()
 
     def _synchronize_down(self) -> None:
         for slot in [*self._free, *self._open.values()]:

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class BlockHook:
-    """Forward pre-hook of a block: its weights must be the new ones."""
+    """Forward pre-hook of a block, before all others: its weights must be the new ones."""
 
     def __init__(self, ready: Callable[[int], None] | None, block: int):
         self._ready, self._block = ready, block

@@ -7,7 +7,6 @@ optimizer (`max_grad_norm`): a `clip_grad_norm_` outside would find nothing to c
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import warnings
@@ -22,7 +21,7 @@ from torch import nn
 
 from superoffload.engine import checkpoint
 from superoffload.engine.blocks import find_blocks
-from superoffload.engine.buckets import DTYPES, ManagedParam
+from superoffload.engine.buckets import DTYPES, ManagedParam, plan_layout
 from superoffload.engine.retained import Hyper
 from superoffload.engine.stepper import Engine
 from superoffload.errors import EngineError, InputError, NotSupported, did_you_mean
@@ -35,8 +34,8 @@ from superoffload.units import format_bytes, format_count
 if TYPE_CHECKING:
     from superoffload.config import TunedConfig
 
-_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadAdamW]] = weakref.WeakKeyDictionary()
-"""The one optimizer of each model."""
+_open: weakref.WeakSet[OffloadAdamW] = weakref.WeakSet()
+"""Optimizers that are not closed. A parameter has at most one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +62,9 @@ class Stats:
 
 
 def optimizer_of(model: nn.Module) -> OffloadAdamW | None:
-    """The open OffloadAdamW of `model`, if it has one."""
-    reference = _engines.get(model)
-    optimizer = reference() if reference is not None else None
-    return optimizer if optimizer is not None and optimizer._engine is not None else None
+    """The open OffloadAdamW that trains parameters of `model`, if there is one."""
+    mine = {id(p) for p in model.parameters()}
+    return next((o for o in list(_open) if any(id(p.param) in mine for p in o._managed)), None)
 
 
 def default_adam_threads() -> int:
@@ -88,6 +86,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         record_trace: keep timed events of the last steps for `trace()`.
 
     A gradient that is not finite, in whatever dtype, makes the step a `skip`: nothing is changed and nothing counted.
+
+    Weights may be written in place between steps (loaded, clamped) and the optimizer sees it, but not through `p.data`.
+    Before reading weights other than by a module's forward or `state_dict()`, call `synchronize()`.
 
     Raises:
         InputError: a parameter list instead of the model, a parameter that is not the model's, an unknown plan field.
@@ -125,17 +126,15 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._taken: dict[int, int] = {}
         self._late: set[int] = set()
         self._sync = True
-        self._skipped = 0
-        self._judged = 0
+        self._steps_before = self._skips_before = 0
+        """Counts of the engines that this one replaced."""
         self._engine: Engine | None = None
-        self._close_previous(model)
-        self._blocks = find_blocks(model)
         self._names = {id(p): name for name, p in model.named_parameters()}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         chosen = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
         super().__init__(chosen, defaults)
         self._build()
-        _engines[model] = weakref.ref(self)
+        _open.add(self)
 
     @classmethod
     def from_config(cls, model: nn.Module, config: TunedConfig, *, record_trace: bool = False) -> OffloadAdamW:
@@ -162,43 +161,62 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     # -- construction --------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _close_previous(model: nn.Module) -> None:
-        previous = optimizer_of(model)
-        if previous is None:
+    def _close_previous(self) -> None:
+        previous = optimizer_of(self.model)
+        if previous is None or previous is self:
             return
         warnings.warn(
             "the model already had an OffloadAdamW, which is closed now. Its moments are not carried over: to keep "
             "them, pass old.state_dict() to load_state_dict of the new one",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         previous.close()
 
     def _build(self) -> None:
+        """Make the engine. Everything that can be refused is refused before anything changes."""
         group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
-        block_of = {id(p): i for i, block in enumerate(self._blocks) for _, p in block.parameters}
+        blocks = find_blocks(self.model)
+        block_of = {id(p): i for i, block in enumerate(blocks) for _, p in block.parameters}
         managed: list[ManagedParam] = []
         partials = 0
         for name, p in self.model.named_parameters():
-            if id(p) not in group_of:
+            if id(p) not in group_of or id(p) not in block_of:  # a frozen one has no block
                 continue
             dtype = str(p.dtype).removeprefix("torch.")
             if dtype not in DTYPES:
                 raise InputError(f"{name} has dtype {dtype}", expected="float32, bfloat16 or float16")
             managed.append(ManagedParam(len(managed), name, p, block_of[id(p)], dtype, group_of[id(p)], partials))
             partials += managed[-1].chunks
-        self._managed = managed
+        layouts = plan_layout(managed, len(blocks), self.plan)
+        self._close_previous()
         self._engine = Engine(
-            self.model, self._blocks, managed, self.plan, trace=self._record_trace, collects=self._collects
+            self.model, blocks, managed, layouts, self.plan, trace=self._record_trace, collects=self._collects
         )
+        self._managed = managed
+        self._unmanaged = [p for p in self.model.parameters() if id(p) in group_of and id(p) not in block_of]
+        self._show_steps()
+
+    def _rebuild(self) -> None:
+        """Make the engine anew around the parameter groups as they are now; state and gradients are kept."""
+        engine = self.engine
+        engine.synchronize()
+        engine.collector.give_back()
+        kept = checkpoint.snapshot(engine)
+        self._steps_before += engine.sequence
+        self._skips_before += engine.worker.verdict()[4]
+        engine.close()
+        del engine
+        self._engine = None  # its memory goes before the new engine's comes
+        self._build()
+        checkpoint.restore(self.engine, kept)
+        self._show_steps()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model (unfrozen layers, say). The engine is rebuilt around them; state is kept."""
-        if isinstance(param_group.get("params"), torch.Tensor):
-            param_group = {**param_group, "params": [param_group["params"]]}
-        param_group = {**param_group, "params": list(param_group["params"])}
-        for p in param_group["params"]:
+        given = param_group.get("params")
+        params = [given] if isinstance(given, torch.Tensor) else list(given or ())
+        for p in params:
             tensor = p[1] if isinstance(p, tuple) else p
             if id(tensor) not in self._names:
                 raise InputError(
@@ -206,20 +224,18 @@ class OffloadAdamW(torch.optim.Optimizer):
                     expected="parameters of the model that was passed",
                     remedy="Build the groups from model.named_parameters()",
                 )
-        engine = self._engine
-        if engine is None:
-            super().add_param_group(param_group)
-            return
-        self.synchronize()
-        if engine.collector.collected:
-            raise EngineError("a parameter group was added between backward and step", remedy="Call step() first")
-        kept = checkpoint.snapshot(engine)
-        engine.close()
-        self._engine = None
-        super().add_param_group(param_group)
-        self._blocks = find_blocks(self.model)
-        self._build()
-        checkpoint.restore(self.engine, kept)
+        super().add_param_group({**param_group, "params": params})
+        if self._engine is not None:
+            self._rebuild()
+
+    def _show_steps(self) -> None:
+        """`state` holds each parameter's step count, live. Tools that look whether an optimizer has stepped (torch's
+        distributed checkpoint would otherwise take a step of its own to find out) look there; the moments are in
+        `state_dict()`."""
+        self.state.clear()
+        if self.engine.sequence or bool(self.engine.steps.any()):
+            for p in self._managed:
+                self.state[p.param] = {"step": self.engine.steps[p.index]}
 
     @property
     def engine(self) -> Engine:
@@ -270,21 +286,19 @@ class OffloadAdamW(torch.optim.Optimizer):
             Hyper(float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]))
             for g in self.param_groups
         ]
-        self._count_skips()
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise InputError(f"max_grad_norm = {self.max_grad_norm}", expected="more than 0, or None for no clipping")
+        if any(p.grad is not None for p in self._unmanaged):
+            self._rebuild()  # frozen when the engine was made, trained since
         # A weight shared inside one backward (a block run twice under reentrant checkpointing) fires more than once:
         # it is taken at step() from then on. One that fires once again goes back to being taken at once.
         again = {i for i, n in self._fired.items() if i in self._late and n > self._accumulation}
         self._late = again | {i for i, n in self._taken.items() if n > 1}
         self._fired.clear()
         self._taken.clear()
-        self.engine.step(hyper, self.max_grad_norm)
+        if self.engine.step(hyper, self.max_grad_norm) and not self.state:
+            self._show_steps()
         return loss
-
-    def _count_skips(self) -> None:
-        sequence, _, _, skipped = self.engine.verdict()
-        if sequence > self._judged:
-            self._judged = sequence
-            self._skipped += bool(skipped)
 
     def synchronize(self) -> None:
         """Wait until the weights of the last step are in the model: before reading them other than by a forward."""
@@ -296,19 +310,16 @@ class OffloadAdamW(torch.optim.Optimizer):
     def stats(self) -> Stats:
         """Verdict and norm of the last step (waits for that verdict, not for the update), and memory in use."""
         engine = self.engine
-        if engine.sequence:
-            engine._call(engine.worker.wait_verdict, engine.sequence)
-        self._count_skips()
-        sequence, norm, coefficient, skipped = engine.verdict()
+        sequence, norm, coefficient, skipped, skips = engine.worker.wait_verdict(engine.sequence)
         verdict = "none" if not sequence else "skip" if skipped else "clip" if coefficient < 1.0 else "commit"
         cpu = sum(b.layout.params for b in engine.arenas.cpu_buckets)
         host = engine.arenas.host
         return Stats(
-            step=sequence,
+            step=self._steps_before + sequence,
             verdict=verdict,
             grad_norm=norm if sequence else None,
             clip_coefficient=coefficient,
-            skipped=self._skipped,
+            skipped=self._skips_before + skips,
             cpu_params=cpu,
             gpu_params=sum(b.layout.params for b in engine.arenas.buckets) - cpu,
             pinned_bytes=host.pinned_bytes,
@@ -397,15 +408,16 @@ class OffloadAdamW(torch.optim.Optimizer):
     def close(self) -> None:
         """Wait for the last step, remove all hooks and free the state; the model is an ordinary one again."""
         engine, self._engine = self._engine, None
+        _open.discard(self)
         if engine is None:
             return
         try:
             engine.synchronize()
         except EngineError as e:
             warnings.warn(f"closed after a failure: {e}", RuntimeWarning, stacklevel=2)
-        engine.close()
-        if (reference := _engines.get(self.model)) is not None and reference() is self:
-            del _engines[self.model]
+        finally:
+            engine.close()
+            self.state.clear()
 
     def __enter__(self) -> OffloadAdamW:
         return self
@@ -489,15 +501,6 @@ def _active_isa() -> str:
     from superoffload.kernels import capabilities
 
     return str(capabilities()["active"])
-
-
-@atexit.register
-def _close_all() -> None:
-    """A worker must not be waiting on memory that the interpreter is taking down."""
-    for reference in list(_engines.values()):
-        optimizer = reference()
-        if optimizer is not None and optimizer._engine is not None:
-            optimizer._engine.worker.close()
 
 
 __all__ = ["OffloadAdamW", "Stats", "default_adam_threads", "optimizer_of"]

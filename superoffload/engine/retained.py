@@ -14,10 +14,8 @@ import torch
 from superoffload.engine.buckets import Arenas, BucketState
 from superoffload.engine.device import Device
 from superoffload.engine.recorder import Recorder
+from superoffload.engine.worker import Verdict
 from superoffload.kernels import adam_scalars, adam_step
-
-Verdict = tuple[int, float, float, bool]
-"""Sequence, gradient norm before clipping, clip coefficient, skipped."""
 
 
 class Hyper(NamedTuple):
@@ -66,7 +64,7 @@ class RetainedUpdate:
         if self._judge is not None:
             self._judge.judge(self._partials, max_norm, 1.0)
         else:
-            _, _, coefficient, skipped = verdict()
+            _, _, coefficient, skipped, _ = verdict()
             if skipped:
                 return
         for b in self._buckets:
@@ -91,7 +89,7 @@ class RetainedUpdate:
         self, b: BucketState, hyper: Sequence[Hyper], counts: Sequence[int], active: Sequence[int]
     ) -> list[tuple[slice, int, int]]:
         """Neighbouring segments with equal hyperparameters and step count as (span, group, count), so that most buckets
-        are one launch. The padding between them holds zeros and stays zero."""
+        are one launch. The padding between them is nobody's."""
         runs: list[tuple[slice, int, int]] = []
         last: tuple[Hyper, int] | None = None
         for s in b.layout.segments:

@@ -22,15 +22,17 @@ import torch
 from torch import nn
 
 from superoffload.engine.blocks import Block
-from superoffload.engine.buckets import DTYPES, Arenas, BucketState, ManagedParam
+from superoffload.engine.buckets import DTYPES, Arenas, ManagedParam
 from superoffload.engine.device import device_for
 from superoffload.engine.gradients import GradientCollector, collect_hook
 from superoffload.engine.hooks import BlockHook, SyncHook
 from superoffload.engine.interrupts import uninterrupted
 from superoffload.engine.recorder import KEEP_STEPS, Recorder
-from superoffload.engine.retained import Hyper, RetainedUpdate, Verdict
+from superoffload.engine.retained import Hyper, RetainedUpdate
+from superoffload.engine.worker import Lifeline, WorkerFace
 from superoffload.errors import EngineError, InputError
 from superoffload.kernels import native
+from superoffload.layout import Bucket
 from superoffload.plan import Plan
 
 
@@ -39,7 +41,7 @@ class Engine:
 
     Args:
         model: hooks are set on its blocks.
-        params: what is trained, in the model's order.
+        params: what is trained, in the model's order. layouts: their buckets (`buckets.plan_layout`).
         collects: asked in every gradient hook whether this backward is the last one before the step.
     """
 
@@ -48,6 +50,7 @@ class Engine:
         model: nn.Module,
         blocks: Sequence[Block],
         params: Sequence[ManagedParam],
+        layouts: Sequence[Bucket],
         plan: Plan,
         *,
         trace: bool,
@@ -62,38 +65,47 @@ class Engine:
             )
         self.plan, self.blocks, self.params = plan, list(blocks), list(params)
         self.device = device_for(devices.pop())
-        self.arenas = Arenas(params, len(blocks), plan, self.device, trace=trace)
-        self.recorder = Recorder(self.device, on=trace)
-        self.collector = GradientCollector(self.arenas, self.device, self.recorder, self._wait_enqueued)
+        self.arenas = Arenas(params, layouts, len(blocks), plan, self.device, trace=trace)
+        life = Lifeline(self.device, self.arenas)
+        self.close = weakref.finalize(self, life.end)
+        """Remove hooks, stop the worker, unpin memory. The parameters stay where they are, as ordinary tensors. Runs by
+        itself when the engine is dropped."""
+        self.recorder = life.recorder = Recorder(self.device, on=trace)
+        self.worker = life.worker = WorkerFace(plan.adam_threads, self.arenas, self.device, trace=trace)
+        self.collector = GradientCollector(self.arenas, self.device, self.recorder, self.worker)
         self.sequence = 0
         """Steps submitted; the worker's clock. Skipped ones count here, not in `steps`."""
-        self.steps = torch.zeros(len(params), dtype=torch.int64)
+        # Named devices: the worker reads these on the host, whatever torch's default device is.
+        self.steps = torch.zeros(len(params), dtype=torch.int64, device="cpu")
         """Adam's step count of each parameter, incremented by the worker when a step is committed."""
-        self._groups = torch.tensor([p.group for p in params], dtype=torch.int32)
+        self._groups = torch.tensor([p.group for p in params], dtype=torch.int32, device="cpu")
+        self._active = [torch.zeros(len(params), dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._ticket = self.arenas.host.zeros(1, torch.int64, pinned=True)
+        self._ticket_value = 0
         self._host_partials = self.collector.partials
         if self.device.is_cuda:
             self._host_partials = self.arenas.host.zeros(self.arenas.partial_count, torch.float64, pinned=True)
             self._device_ticket = torch.zeros(1, dtype=torch.int64, device=self.device.device)
+        life.tensors += [self.steps, self._groups, *self._active, self._ticket, self._host_partials]
         self._order = [b.index for b in reversed(self.arenas.buckets) if not b.retained]
-        self._active: torch.Tensor | None = None
         self._retained = RetainedUpdate(self.arenas, self.device, self.collector.partials, self.recorder)
-        self._block_ready = [0] * len(self.blocks)
+        self._ready: list[dict[int, int]] = [{} for _ in self.blocks]
+        """Block -> stream -> the step whose weights that stream may read."""
         self._entered: set[int] = set()
         self._lazy = [False] * len(self.blocks)
         self._with_gradient: set[int] = set()
         self._unentered: set[int] = set()
+        self._unsettled = False
         self._worker_spans: list[tuple[int, int, int, int, int]] = []
         self._versions = [p.param._version for p in self.params]
-        self.worker = native.Worker(plan.adam_threads, self.device.cuda_api)
-        self.worker.set_buckets(self.arenas.describe(self.device))
-        self.worker.trace(trace)
-        self._handles: list[Any] = []
-        self._install(model, collects)
+        self._by_block: list[list[ManagedParam]] = [[] for _ in self.blocks]
+        for p in self.params:
+            self._by_block[p.block].append(p)
+        self._install(model, collects, life.handles)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
-    def _install(self, model: nn.Module, collects: Callable[[ManagedParam], bool]) -> None:
+    def _install(self, model: nn.Module, collects: Callable[[ManagedParam], bool], handles: list[Any]) -> None:
         # The hooks hold the engine weakly: a model must not keep alive an optimizer that everybody else has dropped.
         this, wanted = weakref.ref(self), weakref.WeakMethod(collects)
 
@@ -114,12 +126,13 @@ class Engine:
 
         for index, block in enumerate(self.blocks):
             for module in block.modules:
-                self._handles.append(module.register_forward_pre_hook(BlockHook(untraced, index)))
+                # Before any other pre-hook, which may read the weights (torch's weight_norm does).
+                handles.append(module.register_forward_pre_hook(BlockHook(untraced, index), prepend=True))
         for p in self.params:
-            self._handles.append(collect_hook(take, p))
+            handles.append(collect_hook(take, p))
         for module in model.modules():
-            self._handles.append(module.register_state_dict_pre_hook(SyncHook(synchronize)))
-            self._handles.append(module.register_load_state_dict_pre_hook(SyncHook(synchronize)))
+            handles.append(module.register_state_dict_pre_hook(SyncHook(synchronize)))
+            handles.append(module.register_load_state_dict_pre_hook(SyncHook(synchronize)))
         self.recorder.watch(self.blocks)
 
     def take(self, p: ManagedParam) -> None:
@@ -127,7 +140,7 @@ class Engine:
         if p.block not in self._entered:
             # Its weights were used without its block's forward (a fused loss on `head.weight`, say), so nothing waited
             # for them. Until a block has been seen to be entered, `step()` itself waits for it.
-            if self._lazy[p.block]:
+            if self._lazy[p.block] and self.sequence not in self._ready[p.block].values():
                 raise EngineError(
                     f"{p.name} got a gradient although the forward of {self.blocks[p.block].name} did not run",
                     expected="every weight to be used through its module, as in the steps before",
@@ -140,36 +153,37 @@ class Engine:
 
     def ready(self, block: int) -> None:
         """Make the current stream safe to read `block`'s weights: called before its forward."""
+        if self._unsettled:
+            self._settle_blocks()
         self._entered.add(block)
-        if self._block_ready[block] == self.sequence:
+        self._wait_block(block)
+
+    def _wait_block(self, block: int) -> None:
+        stream = self.device.stream_id()
+        if self._ready[block].get(stream, 0) == self.sequence:
             return
         for index in self.arenas.block_buckets[block]:
             state = self.arenas.buckets[index]
             if state.retained:
                 self.device.compute_waits(self._retained.done)
                 continue
-            self._wait_enqueued(state)
-            self.device.compute_waits(state.done[state.sequence & 1])
-        self._block_ready[block] = self.sequence
+            self.worker.wait_bucket(state)
+            for event in state.done:  # both: the last step may have been skipped, and then the one before counts
+                self.device.compute_waits(event)
+        self._bump(self._by_block[block])
+        self._ready[block][stream] = self.sequence
+
+    def _bump(self, params: Sequence[ManagedParam]) -> None:
+        """Tell autograd that these weights are new: a graph that saved older ones must not be used. Once when the step
+        is submitted, and again when they have arrived, for a graph that read them in between."""
+        torch.autograd.graph.increment_version([p.param for p in params])
+        for p in params:
+            self._versions[p.index] = p.param._version
 
     def _before_gradient(self) -> None:
         """The last step's partial sums and verdict must be settled before new ones are written."""
-        if not self.collector.collected and self.sequence:
-            self._call(self.worker.wait_verdict, self.sequence)
-
-    def _wait_enqueued(self, state: BucketState) -> None:
-        if state.sequence:
-            self._call(self.worker.wait_bucket, state.index, state.sequence)
-
-    def _call(self, wait: Callable[..., Any], *args: Any) -> Any:
-        """Call the worker; what it failed with becomes an EngineError of its own words."""
-        try:
-            return wait(*args)
-        except RuntimeError as e:
-            raise EngineError(
-                f"the optimizer's worker stopped: {e}",
-                remedy="Make a new OffloadAdamW and load the last checkpoint; this one is not saved from here on",
-            ) from e
+        if not self.collector.collected:
+            self.worker.wait_verdict(self.sequence)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -178,7 +192,12 @@ class Engine:
 
         The call does not wait for the update: the next forward does, block by block.
         """
+        with self.device.guard():
+            return self._step(hyper, max_norm)
+
+    def _step(self, hyper: Sequence[Hyper], max_norm: float | None) -> bool:
         self.recorder.end_backward()
+        self._check_storage()
         for p in self.params:  # what no hook took: under no_sync, or set by hand
             if p.param.grad is not None:
                 self._before_gradient()
@@ -191,42 +210,54 @@ class Engine:
         self.recorder.end_step()
         with uninterrupted():
             self._submit(hyper, max_norm)
-        # From here on the step is whole; an interrupted wait can be taken up again.
+        # From here on the step is whole; an interrupted wait is taken up again by the next forward.
         self._settle_blocks()
         if self.recorder.on:
             self._keep_spans()
         return True
 
     def _submit(self, hyper: Sequence[Hyper], max_norm: float | None) -> None:
-        self.sequence += 1
-        active = torch.zeros(len(self.params), dtype=torch.uint8)
+        sequence = self.sequence + 1
+        # The worker reads this until the step's last bucket. The step before the last is done with the other one: its
+        # successor has been judged.
+        active = self._active[sequence & 1].zero_()
         active[list(self.collector.collected)] = 1
+        # Taken before the worker may count this step. The verdict of the step before is known, so these are the
+        # counts that a commit will give; on a skip nothing is written and nobody looks at them.
+        counts: list[int] = (self.steps + active).tolist()
+        self._ticket_value += 1  # never twice the same, also when a step fails before it is submitted
         if self.device.is_cuda:
             self.device.down_waits_for_compute()
             with self.device.down_stream():
                 self._host_partials.copy_(self.collector.partials, non_blocking=True)
-                self._device_ticket.fill_(self.sequence)
+                self._device_ticket.fill_(self._ticket_value)
                 self._ticket.copy_(self._device_ticket, non_blocking=True)
             self.device.up_waits_for_compute()
-
-        # The worker reads `active` until the step's last bucket; it is replaced only after the next step's verdict,
-        # so the one before last is free.
-        self._previous_active, self._active = self._active, active
-        # Taken before the worker may count this step. The verdict of the step before is known, so these are the
-        # counts that a commit will give; on a skip nothing is written and nobody looks at them.
-        counts: list[int] = (self.steps + active).tolist()
-        self._call(self.worker.submit, self._describe(hyper, max_norm, active))
+        self.worker.submit(self._describe(sequence, hyper, max_norm, active))
+        self.sequence = sequence
         for b in self.arenas.cpu_buckets:
-            b.sequence = self.sequence
-        self._retained.update(hyper, max_norm, active.tolist(), counts, self._settled_verdict)
-        torch.autograd.graph.increment_version([p.param for p in self.params if active[p.index]])
-        self._versions = [p.param._version for p in self.params]
+            b.sequence = sequence
+        self._unsettled = True
+        self._retained.update(hyper, max_norm, active.tolist(), counts, lambda: self.worker.wait_verdict(self.sequence))
+        self._bump([p for p in self.params if active[p.index]])
         self.collector.collected.clear()
 
-    def _describe(self, hyper: Sequence[Hyper], max_norm: float | None, active: torch.Tensor) -> Any:
+    def _check_storage(self) -> None:
+        """The weights must still lie in the arena: elsewhere they would never see an update."""
+        for p in self.params:
+            if p.places and p.param.data_ptr() != p.address:
+                raise EngineError(
+                    f"the storage of {p.name} was replaced (by model.to(...) or `p.data = ...`)",
+                    expected="weights to stay where the optimizer put them; writing into them in place is fine",
+                    remedy="Move or cast the model first and make the OffloadAdamW afterwards; state_dict() carries "
+                    "the moments over",
+                )
+
+    def _describe(self, sequence: int, hyper: Sequence[Hyper], max_norm: float | None, active: torch.Tensor) -> Any:
         d = native.StepDesc()
-        d.sequence = self.sequence
+        d.sequence = sequence
         d.ticket = self._ticket.data_ptr() if self.device.is_cuda else 0
+        d.ticket_value = self._ticket_value
         d.partials, d.partial_count = self._host_partials.data_ptr(), self._host_partials.numel()
         d.max_norm = -1.0 if max_norm is None else float(max_norm)
         d.active, d.steps, d.groups = active.data_ptr(), self.steps.data_ptr(), self._groups.data_ptr()
@@ -239,29 +270,28 @@ class Engine:
     def _settle_blocks(self) -> None:
         """Blocks seen to be entered before their gradient are waited for by their forward; for the others the step
         itself waits."""
+        self._unsettled = True
         for block in self._with_gradient:
             self._lazy[block] = block not in self._unentered
         self._with_gradient.clear()
         self._unentered.clear()
-        self._entered.clear()
         for block, lazy in enumerate(self._lazy):
             if not lazy:
-                self.ready(block)
+                self._wait_block(block)
         self._entered.clear()
+        self._unsettled = False
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Wait until every weight of the last step is where the model reads it."""
-        if self.sequence:
-            self._call(self.worker.wait_verdict, self.sequence)
-        entered = set(self._entered)
-        for block in range(len(self.blocks)):
-            self.ready(block)
-        self._entered = entered
-        self.adopt_edits()
-        if self.device.is_cuda:
-            torch.cuda.current_stream(self.device.device).synchronize()
+        with self.device.guard():
+            self.worker.wait_verdict(self.sequence)
+            self._check_storage()
+            for block in range(len(self.blocks)):
+                self._wait_block(block)
+            self.adopt_edits()
+            self.device.synchronize_compute()
 
     def adopt_edits(self) -> None:
         """Carry weights that somebody has written in place (a loaded checkpoint, a clamp) into the fp32 masters, as
@@ -271,9 +301,9 @@ class Engine:
         """
         edited = [p for p in self.params if p.param._version != self._versions[p.index]]
         for p in edited:
+            self._wait_block(p.block)
             for index, s in p.places:
                 b = self.arenas.buckets[index]
-                self._wait_enqueued(b)
                 span = slice(s.start, s.start + s.numel)
                 weights = b.weights[span].to(b.master.device)
                 if b.master.data_ptr() != b.weights.data_ptr():
@@ -283,20 +313,14 @@ class Engine:
                     b.out[span].copy_(weights)
             self._versions[p.index] = p.param._version
 
-    def _settled_verdict(self) -> Verdict:
-        self._call(self.worker.wait_verdict, self.sequence)
-        return self.worker.verdict()
-
-    def verdict(self) -> Verdict:
-        """Of the last judged step."""
-        return self.worker.verdict()
-
     def gather(self, p: ManagedParam, kind: str) -> torch.Tensor:
         """`master`, `exp_avg` or `exp_avg_sq` of a parameter on the CPU, in its shape: a view where it lies in one
         piece, else a copy."""
         pieces: list[torch.Tensor] = [
             getattr(self.arenas.buckets[i], kind)[s.start : s.start + s.numel] for i, s in p.places
         ]
+        if not pieces:
+            return torch.zeros(p.param.shape, dtype=torch.float32, device="cpu")
         if len(pieces) == 1:
             return pieces[0].cpu().view(p.param.shape)
         return torch.cat([x.cpu() for x in pieces]).view(p.param.shape)
@@ -330,13 +354,3 @@ class Engine:
                 size = b.layout.numel * (b.master if b.out is None else b.out).element_size()
                 uploads.append((b.index, b.upload_start[parity], b.done[parity], size))
         return self.recorder.events(self._worker_spans, uploads)
-
-    def close(self) -> None:
-        """Remove hooks, stop the worker, unpin memory. The parameters stay where they are, as ordinary tensors."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.recorder.close()
-        self.worker.close()
-        self.device.close()
-        self.arenas.host.release()

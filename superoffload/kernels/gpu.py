@@ -156,6 +156,7 @@ class DeviceVerdict:
         launch(partials, self._total, partials.numel(), num_warps=8, enable_fp_fusion=False)
         self.skip.copy_(~torch.isfinite(self._total))
         if max_norm is None:
+            self.coefficient.fill_(1.0)
             return
         norm = self._total.sqrt() * unscale
         # Tensor by tensor: torch turns `scalar / tensor` into a reciprocal and a product, which rounds twice.

@@ -171,6 +171,8 @@ class CudaApi:
     get_error_string: int = 0
     context: int = 0
     upload_stream: int = 0
+    stream_query: int = 0
+    download_stream: int = 0
     launch_kernel: int = 0
     cast_bf16: int = 0
     cast_f16: int = 0
@@ -206,6 +208,7 @@ class BucketDesc:
 class StepDesc:
     sequence: int = 0
     ticket: int = 0
+    ticket_value: int = 0
     partials: int = 0
     partial_count: int = 0
     max_norm: float = -1.0
@@ -227,7 +230,7 @@ class Worker:
     def __init__(self, threads: int, cuda: CudaApi):
         self.threads = threads
         self._cuda, self._buckets = cuda, list[BucketDesc]()
-        self._verdict: tuple[int, float, float, bool] = (0, 0.0, 1.0, False)
+        self._verdict: tuple[int, float, float, bool, int] = (0, 0.0, 1.0, False, 0)
         self._closed = False
 
     def set_buckets(self, buckets: list[BucketDesc]) -> None:
@@ -243,7 +246,7 @@ class Worker:
         if not skipped and step.max_norm >= 0.0:
             ratio = step.max_norm / (norm + 1e-6)
             coefficient = float(np.float32(ratio)) if ratio < 1.0 else 1.0
-        self._verdict = (step.sequence, norm, coefficient, skipped)
+        self._verdict = (step.sequence, norm, coefficient, skipped, self._verdict[4] + skipped)
         if skipped:
             return
         active = _at(step.active, step.param_count, np.uint8)
@@ -303,7 +306,7 @@ class Worker:
         if self._closed:
             raise RuntimeError("the optimizer's worker is closed")
 
-    def verdict(self) -> tuple[int, float, float, bool]:
+    def verdict(self) -> tuple[int, float, float, bool, int]:
         return self._verdict
 
     def trace(self, on: bool) -> None:

@@ -126,7 +126,7 @@ def test_frozen_parameters_stay_and_schedules_act_alike_on_both_processors():
         for p in model.model.layers[0].parameters():
             p.requires_grad_(False)
         frozen = [p.clone() for p in model.model.layers[0].parameters()]
-        groups = [g for g in _groups(model)]
+        groups = _groups(model)
         for group in groups:
             group["params"] = [p for p in group["params"] if p.requires_grad]
         with OffloadAdamW(model, params=groups, lr=LR, max_grad_norm=1.0, retained_buckets=retained) as opt:

@@ -23,7 +23,7 @@ def make(model=None, **kwargs):
 
 def test_is_a_torch_optimizer_with_adamws_defaults():
     with make(llama(), lr=1e-3) as opt:
-        ours = {k: v for k, v in opt.defaults.items()}
+        ours = dict(opt.defaults)
         theirs = torch.optim.AdamW(nn.Linear(1, 1).parameters()).defaults
         assert isinstance(opt, torch.optim.Optimizer)
         assert ours == {k: theirs[k] for k in ours}
@@ -328,10 +328,12 @@ def test_a_worker_failure_surfaces_with_its_own_words_and_nothing_is_saved(tmp_p
     train(model, opt, DATA[:1])
     opt.synchronize()
     original = opt.engine._describe
-    opt.engine._describe = lambda hyper, *rest: original([], *rest)  # no hyperparameters for any group
+    opt.engine._describe = lambda sequence, hyper, *rest: original(
+        sequence, [], *rest
+    )  # no hyperparameters for any group
     model(input_ids=DATA[1], labels=DATA[1]).loss.backward()
     opt.step()
-    with pytest.raises(EngineError, match="worker stopped: parameter .* in group 0"):
+    with pytest.raises(EngineError, match=r"worker stopped: parameter .* in group 0"):
         opt.synchronize()
     with pytest.raises(EngineError):
         model(input_ids=DATA[1])
@@ -343,7 +345,7 @@ def test_a_worker_failure_surfaces_with_its_own_words_and_nothing_is_saved(tmp_p
 
 
 def test_ctrl_c_leaves_a_step_boundary():
-    """SIGINT is thrown at random moments of training; afterwards training goes on as if it had not been, step by step."""
+    """SIGINT at random moments of training; afterwards training goes on as if it had not been, step by step."""
     import os
     import random
     import signal
@@ -385,14 +387,14 @@ def test_closing_wakes_a_waiting_thread():
     def wait():
         try:
             opt.engine.worker.wait_idle()
-        except RuntimeError as e:
+        except EngineError as e:
             caught.append(str(e))
 
     thread = threading.Thread(target=wait)
     thread.start()
     opt.engine.worker.close()
     thread.join(20)
-    assert not thread.is_alive()
+    assert not thread.is_alive() and len(caught) <= 1
     with pytest.warns(RuntimeWarning):
         opt.close()
 

@@ -43,7 +43,9 @@ def test_any_plan(dtype, bucket_mb, retained, down, up, threads, delay_us):
 @pytest.mark.parametrize("bucket_mb", [0.05, 64])
 def test_accumulation(bucket_mb, hint):
     expected = run_plan(torch.bfloat16, DATA, accumulation=2)
-    got = run_plan(torch.bfloat16, DATA, accumulation=2, hint=hint, bucket_mb=bucket_mb, retained_buckets=1, delay_us=500)
+    got = run_plan(
+        torch.bfloat16, DATA, accumulation=2, hint=hint, bucket_mb=bucket_mb, retained_buckets=1, delay_us=500
+    )
     assert got == expected
 
 
@@ -80,7 +82,9 @@ def test_mixed_dtypes_have_buckets_of_their_own():
     with OffloadAdamW(wrapped(None, "cpu"), bucket_mb=0.05) as opt:
         assert {b.layout.dtype for b in opt.engine.arenas.buckets} == {"bfloat16", "float32"}
     expected = run_plan(torch.bfloat16, DATA, model=wrapped)
-    assert run_plan(torch.bfloat16, DATA, model=wrapped, bucket_mb=0.05, retained_buckets=5, cast_down="gpu") == expected
+    assert (
+        run_plan(torch.bfloat16, DATA, model=wrapped, bucket_mb=0.05, retained_buckets=5, cast_down="gpu") == expected
+    )
 
 
 def test_a_checkpoint_resumes_under_another_plan(tmp_path):
@@ -105,11 +109,11 @@ def test_a_checkpoint_resumes_under_another_plan(tmp_path):
 
 
 def test_the_fallback_trains_to_the_same_bits(monkeypatch):
-    from superoffload.engine import buckets, device, stepper
+    from superoffload.engine import buckets, device, stepper, worker
     from superoffload.kernels import reference as numpy_kernels
 
     expected = reference(torch.bfloat16)
-    for module in (buckets, device, stepper):
+    for module in (buckets, device, stepper, worker):
         monkeypatch.setattr(module, "native", numpy_kernels)
     for kwargs in ({}, {"bucket_mb": 0.05, "cast_up": "gpu", "cast_down": "cpu", "retained_buckets": 2}):
         assert run_plan(torch.bfloat16, DATA, **kwargs) == expected
