@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY = "#8C8C8C"
 
 KIND_COLOURS: dict[str, str] = {
@@ -18,7 +18,7 @@ KIND_COLOURS: dict[str, str] = {
     "copy_down": ORANGE,
     "copy_up": GREEN,
     "fetch": "#7FD1B9",
-    "adam": VERMILLION,
+    "adam": VERMILION,
     "cpu_cast": YELLOW,
     "verdict": GREY,
     "undo": BLACK,
@@ -26,13 +26,13 @@ KIND_COLOURS: dict[str, str] = {
 }
 """Two kinds share a colour only where they never share a lane."""
 
-STATE_COLOURS = {"cpu": VERMILLION, "gpu": PURPLE}
+STATE_COLOURS = {"cpu": VERMILION, "gpu": PURPLE}
 """Where a block's master weights and moments live."""
 
 _MEMORY = (
     ("undo", "#5F5F5F"), ("context", GREY), ("system", GREY), ("activation", YELLOW), ("input", YELLOW),
     ("logit", "#F7EE9B"), ("working", "#F7EE9B"), ("retained gradient", "#F2C46D"), ("gradient", ORANGE),
-    ("retained", PURPLE), ("master", VERMILLION), ("moments", "#E58B4A"), ("upload", GREEN), ("flow", "#7FD1B9"),
+    ("retained", PURPLE), ("master", VERMILION), ("moments", "#E58B4A"), ("upload", GREEN), ("flow", "#7FD1B9"),
     ("weight", BLUE),
 )  # fmt: skip
 """First word found in an item's name decides; the same thing has the same colour in every picture."""
