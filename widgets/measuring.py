@@ -12,7 +12,7 @@ from torch import nn
 
 from superoffload import model_source
 from superoffload.engine import OffloadAdamW
-from superoffload.engine import optimizer as engine_optimizer
+from superoffload.engine.optimizer import optimizer_of
 from superoffload.errors import InputError, SuperOffloadError
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
@@ -62,8 +62,7 @@ def measure_steps(
     """
     if steps < 2:
         raise InputError(f"steps = {steps}", expected="at least 2")
-    attached = engine_optimizer._engines.get(model)
-    if attached is not None and attached() is not None:
+    if optimizer_of(model) is not None:
         raise InputError(
             "an OffloadAdamW is attached to this model, and measuring would need a second one",
             remedy="Close it first (opt.close()), or measure before training",

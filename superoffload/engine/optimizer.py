@@ -8,24 +8,23 @@ optimizer (`max_grad_norm`): a `clip_grad_norm_` outside would find nothing to c
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from superoffload.engine import checkpoint
+from superoffload.engine.arguments import accelerate_syncs, check_hyper, resolve_plan
 from superoffload.engine.blocks import find_blocks
 from superoffload.engine.buckets import DTYPES, ManagedParam, plan_layout
 from superoffload.engine.retained import Hyper
+from superoffload.engine.stats import Stats
 from superoffload.engine.stepper import Engine
-from superoffload.errors import EngineError, InputError, NotSupported, did_you_mean
-from superoffload.kernels import available_cores
+from superoffload.errors import EngineError, InputError, NotSupported
 from superoffload.memory import Ledger, LedgerItem
 from superoffload.plan import Plan
 from superoffload.tracing import Trace
@@ -38,39 +37,10 @@ _open: weakref.WeakSet[OffloadAdamW] = weakref.WeakSet()
 """Optimizers that are not closed. A parameter has at most one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What the last judged step did."""
-
-    step: int
-    """Steps submitted so far, skipped ones included."""
-    verdict: str
-    """`none` before the first step; `commit`, `clip` (gradients were scaled down) or `skip` (one was not finite)."""
-    grad_norm: float | None
-    """Global L2 norm of the gradients before clipping; None before the first step."""
-    clip_coefficient: float
-    skipped: int
-    """Steps skipped so far."""
-    cpu_params: int
-    gpu_params: int
-    """Parameters whose master weights and moments live on the CPU and on the GPU."""
-    pinned_bytes: int
-    host_bytes: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
 def optimizer_of(model: nn.Module) -> OffloadAdamW | None:
     """The open OffloadAdamW that trains parameters of `model`, if there is one."""
     mine = {id(p) for p in model.parameters()}
     return next((o for o in list(_open) if any(id(p.param) in mine for p in o._managed)), None)
-
-
-def default_adam_threads() -> int:
-    """All cores but one, or but two on a large machine: PyTorch's launching thread and autograd's need theirs."""
-    cores = available_cores()
-    return max(1, cores - (2 if cores >= 8 else 1))
 
 
 class OffloadAdamW(torch.optim.Optimizer):
@@ -116,10 +86,10 @@ class OffloadAdamW(torch.optim.Optimizer):
                 expected="the model",
                 remedy="Call OffloadAdamW(model, params=model.parameters(), lr=...)",
             )
-        _check_hyper(lr, betas, eps, weight_decay, max_grad_norm, gradient_accumulation_steps)
+        check_hyper(lr, betas, eps, weight_decay, max_grad_norm, gradient_accumulation_steps)
         self.model = model
         self.max_grad_norm = max_grad_norm
-        self.plan = _resolve_plan(plan, plan_fields)
+        self.plan = resolve_plan(plan, plan_fields)
         self._record_trace = record_trace
         self._accumulation = gradient_accumulation_steps
         self._fired: dict[int, int] = {}
@@ -258,7 +228,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Whether the gradient that just arrived is taken now, or stays in `p.grad` until a later one or `step()`."""
         # Counted under no_sync too, so that both hints may be given at once.
         fired = self._fired[p.index] = self._fired.get(p.index, 0) + 1
-        if not self._sync or not _accelerate_syncs() or fired < self._accumulation or p.index in self._late:
+        if not self._sync or not accelerate_syncs() or fired < self._accumulation or p.index in self._late:
             return False
         self._taken[p.index] = self._taken.get(p.index, 0) + 1
         return True
@@ -450,57 +420,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         return f"<b>{self!r}</b><table>{rows}</table>"
 
 
-def _check_hyper(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None, accumulation: int
-) -> None:
-    rules = (
-        ("lr", lr, lr >= 0, "0 or more"),
-        ("betas", betas, all(0 <= b < 1 for b in betas), "two numbers in [0, 1)"),
-        ("eps", eps, eps >= 0, "0 or more"),
-        ("weight_decay", weight_decay, weight_decay >= 0, "0 or more"),
-        ("max_grad_norm", max_norm, max_norm is None or max_norm > 0, "more than 0, or None for no clipping"),
-        ("gradient_accumulation_steps", accumulation, accumulation >= 1, "at least 1"),
-    )
-    for name, value, valid, expected in rules:
-        if not valid:
-            raise InputError(f"{name} = {value}", expected=expected)
-
-
-def _resolve_plan(plan: Plan | None, fields: dict[str, Any]) -> Plan:
-    for name in fields:
-        if name not in Plan.knobs():
-            raise InputError(f'unknown argument "{name}"{did_you_mean(name, Plan.knobs())}',
-                             expected="AdamW's arguments or a plan field: " + ", ".join(Plan.knobs()))  # fmt: skip
-    if plan is None:
-        plan = Plan(adam_threads=default_adam_threads())
-    plan = plan.replace(**fields) if fields else plan
-    if plan.flow_blocks:
-        raise NotSupported(
-            f"flow_blocks = {plan.flow_blocks}: the engine keeps all weights on the GPU",
-            expected="flow_blocks = () for training (weight flow can be simulated)",
-            remedy="Make the plan with flow=()",
-        )
-    if plan.speculate == "on":
-        raise NotSupported(
-            'speculate = "on": the engine waits for the gradient norm before it steps',
-            expected='"auto" or "off" for training (speculation can be simulated)',
-            remedy='Set speculate to "auto"',
-        )
-    return plan
-
-
-def _accelerate_syncs() -> bool:
-    """What Accelerate says of this backward, where it is in use: the last group of an epoch may be short, so that a
-    counter of ours would be wrong."""
-    module = sys.modules.get("accelerate.state")
-    shared = getattr(getattr(module, "GradientState", None), "_shared_state", None)
-    return bool(shared.get("sync_gradients", True)) if shared else True
-
-
 def _active_isa() -> str:
     from superoffload.kernels import capabilities
 
     return str(capabilities()["active"])
 
 
-__all__ = ["OffloadAdamW", "Stats", "default_adam_threads", "optimizer_of"]
+__all__ = ["OffloadAdamW", "Stats", "optimizer_of"]

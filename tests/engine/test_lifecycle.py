@@ -344,7 +344,7 @@ def test_a_worker_failure_surfaces_with_its_own_words_and_nothing_is_saved(tmp_p
         opt.close()
 
 
-def test_ctrl_c_leaves_a_step_boundary():
+def test_ctrl_c_leaves_a_step_boundary(request):
     """SIGINT at random moments of training; afterwards training goes on as if it had not been, step by step."""
     import os
     import random
@@ -357,6 +357,9 @@ def test_ctrl_c_leaves_a_step_boundary():
             train(model, opt, [x])
             expected[i + 1] = digest(model, opt)
     rng, interrupted = random.Random(0), 0
+    # A process started in the background ignores SIGINT, and Python leaves it so.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
     for _ in range(12):
         model = llama(torch.bfloat16)
         with make(model, retained_buckets=3) as opt:

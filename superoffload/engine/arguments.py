@@ -1,0 +1,63 @@
+"""What an optimizer is given: hyperparameters and plans checked, defaults chosen, hints of other libraries read."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from superoffload.errors import InputError, NotSupported, did_you_mean
+from superoffload.kernels import available_cores
+from superoffload.plan import Plan
+
+
+def default_adam_threads() -> int:
+    """All cores but one, or but two on a large machine: PyTorch's launching thread and autograd's need theirs."""
+    cores = available_cores()
+    return max(1, cores - (2 if cores >= 8 else 1))
+
+
+def check_hyper(
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None, accumulation: int
+) -> None:
+    rules = (
+        ("lr", lr, lr >= 0, "0 or more"),
+        ("betas", betas, all(0 <= b < 1 for b in betas), "two numbers in [0, 1)"),
+        ("eps", eps, eps >= 0, "0 or more"),
+        ("weight_decay", weight_decay, weight_decay >= 0, "0 or more"),
+        ("max_grad_norm", max_norm, max_norm is None or max_norm > 0, "more than 0, or None for no clipping"),
+        ("gradient_accumulation_steps", accumulation, accumulation >= 1, "at least 1"),
+    )
+    for name, value, valid, expected in rules:
+        if not valid:
+            raise InputError(f"{name} = {value}", expected=expected)
+
+
+def resolve_plan(plan: Plan | None, fields: dict[str, Any]) -> Plan:
+    for name in fields:
+        if name not in Plan.knobs():
+            raise InputError(f'unknown argument "{name}"{did_you_mean(name, Plan.knobs())}',
+                             expected="AdamW's arguments or a plan field: " + ", ".join(Plan.knobs()))  # fmt: skip
+    if plan is None:
+        plan = Plan(adam_threads=default_adam_threads())
+    plan = plan.replace(**fields) if fields else plan
+    if plan.flow_blocks:
+        raise NotSupported(
+            f"flow_blocks = {plan.flow_blocks}: the engine keeps all weights on the GPU",
+            expected="flow_blocks = () for training (weight flow can be simulated)",
+            remedy="Make the plan with flow=()",
+        )
+    if plan.speculate == "on":
+        raise NotSupported(
+            'speculate = "on": the engine waits for the gradient norm before it steps',
+            expected='"auto" or "off" for training (speculation can be simulated)',
+            remedy='Set speculate to "auto"',
+        )
+    return plan
+
+
+def accelerate_syncs() -> bool:
+    """What Accelerate says of this backward, where it is in use: the last group of an epoch may be short, so that a
+    counter of ours would be wrong."""
+    module = sys.modules.get("accelerate.state")
+    shared = getattr(getattr(module, "GradientState", None), "_shared_state", None)
+    return bool(shared.get("sync_gradients", True)) if shared else True
