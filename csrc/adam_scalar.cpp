@@ -1,5 +1,6 @@
 // The baseline: plain C++ at the ABI floor, and the definition that every other instruction set must reproduce.
 #include "scalar_ops.h"
+#include "undo_ops.h"
 
 namespace so {
 namespace {
@@ -37,6 +38,9 @@ constexpr KernelTable kTable = {
      {cast<kBF16, kF32>, cast<kBF16, kBF16>, cast<kBF16, kF16>},
      {cast<kF16, kF32>, cast<kF16, kBF16>, cast<kF16, kF16>}},
     {sum_sq<kF32>, sum_sq<kBF16>, sum_sq<kF16>},
+    record_block,
+    undo_block,
+    adam_stream,
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <arm_sve.h>
 
 #include "scalar_ops.h"
+#include "undo_ops.h"
 
 namespace so {
 namespace {
@@ -147,6 +148,9 @@ constexpr KernelTable kTable = {
      {cast<kBF16, kF32>, cast<kBF16, kBF16>, cast<kBF16, kF16>},
      {cast<kF16, kF32>, cast<kF16, kBF16>, cast<kF16, kF16>}},
     {sum_sq<kF32>, sum_sq<kBF16>, sum_sq<kF16>},
+    record_block,
+    undo_block,
+    adam_stream,
 };
 
 }  // namespace

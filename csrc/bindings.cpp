@@ -10,6 +10,7 @@
 
 #include "kernels.h"
 #include "pool.h"
+#include "undo.h"
 #include "worker.h"
 
 namespace nb = nanobind;
@@ -55,6 +56,28 @@ void wait(F&& arrived) {
   }
 }
 
+// Addresses of a whole record; tile i has its part of each array.
+struct RecordArrays {
+  std::uintptr_t low_p, low_m, low_v, escapes, counts;
+
+  so::UndoTile tile(std::size_t i) const {
+    const std::size_t from = i * so::kUndoTile;
+    return {at<std::uint8_t>(low_p) + from, at<std::uint8_t>(low_m) + from, at<std::uint8_t>(low_v) + from,
+            at<so::Escape>(escapes) + i * so::kEscapes, at<std::uint32_t>(counts) + i};
+  }
+};
+
+// Calls f(tile, first element, elements) for every undo tile of n elements.
+template <class F>
+void for_each_tile(std::size_t n, int threads, F&& f) {
+  shared_pool(threads).for_each((n + so::kUndoTile - 1) / so::kUndoTile,
+                                [&](std::size_t i) {
+                                  const std::size_t from = i * so::kUndoTile, left = n - from;
+                                  f(i, from, left < so::kUndoTile ? left : so::kUndoTile);
+                                },
+                                threads);
+}
+
 constexpr int kSliceMs = 100;
 
 }  // namespace
@@ -93,6 +116,51 @@ NB_MODULE(_kernels, m) {
                                   },
                                   threads);
   });
+  m.attr("UNDO_TILE") = so::kUndoTile;
+  m.attr("UNDO_ESCAPES") = so::kEscapes;
+  m.def("adam_record", [](std::uintptr_t p, std::uintptr_t mm, std::uintptr_t v, std::uintptr_t g, int grad_dtype,
+                          std::uintptr_t out, int out_dtype, std::size_t n, double lr, double b1, double b2, double eps,
+                          double wd, std::int64_t t, float scale, std::uintptr_t low_p, std::uintptr_t low_m,
+                          std::uintptr_t low_v, std::uintptr_t escapes, std::uintptr_t counts, int threads) {
+    nb::gil_scoped_release release;
+    const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
+    const RecordArrays record{low_p, low_m, low_v, escapes, counts};
+    const std::size_t gs = so::dtype_bytes(grad_dtype), os = so::dtype_bytes(out_dtype);
+    for_each_tile(n, threads, [&](std::size_t i, std::size_t from, std::size_t count) {
+      so::adam_record(at<float>(p) + from, at<float>(mm) + from, at<float>(v) + from, at<char>(g) + from * gs,
+                      grad_dtype, out ? at<char>(out) + from * os : nullptr, out_dtype, count, s, record.tile(i));
+    });
+  });
+  m.def("adam_stream",
+        [](std::uintptr_t p, std::uintptr_t mm, std::uintptr_t v, std::uintptr_t g, std::size_t n, int threads) {
+          nb::gil_scoped_release release;
+          const so::KernelTable& k = so::kernels();
+          for_each_tile(n, threads, [&](std::size_t, std::size_t from, std::size_t count) {
+            k.stream(at<float>(p) + from, at<float>(mm) + from, at<float>(v) + from, at<float>(g) + from, count);
+          });
+        });
+  // new_scale negative: undo only.
+  m.def("adam_undo",
+        [](std::uintptr_t p, std::uintptr_t mm, std::uintptr_t v, std::uintptr_t g, int grad_dtype, std::uintptr_t out,
+           int out_dtype, std::size_t n, double lr, double b1, double b2, double eps, double wd, std::int64_t t,
+           float scale, std::uintptr_t low_p, std::uintptr_t low_m, std::uintptr_t low_v, std::uintptr_t escapes,
+           std::uintptr_t counts, float new_scale, int threads) {
+          nb::gil_scoped_release release;
+          const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
+          const so::AdamScalars redo = scalars_of(lr, b1, b2, eps, wd, t, new_scale);
+          const RecordArrays record{low_p, low_m, low_v, escapes, counts};
+          const std::size_t gs = so::dtype_bytes(grad_dtype), os = so::dtype_bytes(out_dtype);
+          for_each_tile(n, threads, [&](std::size_t i, std::size_t from, std::size_t count) {
+            float *pp = at<float>(p) + from, *pm = at<float>(mm) + from, *pv = at<float>(v) + from;
+            const void* pg = at<char>(g) + from * gs;
+            void* po = out ? at<char>(out) + from * os : nullptr;
+            if (new_scale < 0.0f) {
+              so::adam_undo(pp, pm, pv, pg, grad_dtype, po, out_dtype, count, s, record.tile(i));
+            } else {
+              so::adam_undo_redo(pp, pm, pv, pg, grad_dtype, po, out_dtype, count, s, redo, record.tile(i));
+            }
+          });
+        });
   m.def("cast", [](std::uintptr_t src, int sd, std::uintptr_t dst, int dd, std::size_t n, int threads) {
     nb::gil_scoped_release release;
     const so::CastFn cast = so::kernels().cast[sd][dd];

@@ -35,11 +35,22 @@ using CastFn = void (*)(const void* src, void* dst, std::size_t n);
 // Sum of squares of at most kNormChunk elements, over kNormLanes virtual lanes, in double.
 using SumSqFn = double (*)(const void* x, std::size_t n);
 
+// Blocks of a step with an undo record, and of its undoing; see undo_ops.h.
+using RecordFn = std::size_t (*)(const float* p, const float* m, const float* v, const float* g, std::size_t n,
+                                 const AdamScalars& s, float* new_p, float* new_m, float* new_v, std::uint8_t* low_p,
+                                 std::uint8_t* low_m, std::uint8_t* low_v, std::uint32_t* bad);
+using UndoFn = void (*)(const float* p, const float* m, const float* v, const float* g, std::size_t n,
+                        const AdamScalars& s, const std::uint8_t* low_p, const std::uint8_t* low_m,
+                        const std::uint8_t* low_v, float* old_p, float* old_m, float* old_v);
+
 struct KernelTable {
   const char* name;
   AdamFn adam[kDTypes][kDTypes];  // [gradient dtype][output dtype; kF32 = no output]
   CastFn cast[kDTypes][kDTypes];  // [source][destination]
   SumSqFn sum_sq[kDTypes];
+  RecordFn record_block;
+  UndoFn undo_block;
+  void (*stream)(float* p, float* m, float* v, const float* g, std::size_t n);  // the ceiling; see undo_ops.h
 };
 
 const KernelTable* scalar_table();

@@ -3,6 +3,8 @@
 NORM_CHUNK: int
 NORM_LANES: int
 COMBINE_LANES: int
+UNDO_TILE: int
+UNDO_ESCAPES: int
 
 def isas() -> list[str]: ...
 def active_isa() -> str: ...
@@ -13,6 +15,17 @@ def adam_scalars(
 def adam_step(
     p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
     lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float, threads: int,
+) -> None: ...  # fmt: skip
+def adam_record(
+    p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
+    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
+    low_p: int, low_m: int, low_v: int, escapes: int, counts: int, threads: int,
+) -> None: ...  # fmt: skip
+def adam_stream(p: int, m: int, v: int, g: int, n: int, threads: int) -> None: ...
+def adam_undo(
+    p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
+    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
+    low_p: int, low_m: int, low_v: int, escapes: int, counts: int, new_scale: float, threads: int,
 ) -> None: ...  # fmt: skip
 def cast(src: int, src_dtype: int, dst: int, dst_dtype: int, n: int, threads: int) -> None: ...
 def norm_partials(x: int, dtype: int, n: int, partials: int, threads: int) -> None: ...

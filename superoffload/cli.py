@@ -122,6 +122,12 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--format", required=True, choices=("deepspeed", "chrome-trace", "html"))
     sub.add_argument("--out", metavar="FILE", help="write here instead of printing")
 
+    sub = command("bench", running.bench, "time CPU Adam here beside torch's, on the same arrays")
+    sub.add_argument("what", choices=("adam",), help="what is timed")
+    sub.add_argument("--params", type=_positive_int, default=64_000_000, metavar="N", help="elements of each array")
+    sub.add_argument("--threads", type=_positive_int, action="append", metavar="N", help="thread count (repeatable)")
+    sub.add_argument("--rounds", type=_positive_int, default=7, metavar="N", help="interleaved rounds")
+
     sub = command("lab", running.lab, "open JupyterLab on the notebooks")
     sub.add_argument("--folder", default=".", metavar="FOLDER", help="where the notebooks are, or are copied to")
     sub.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")

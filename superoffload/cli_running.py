@@ -1,4 +1,4 @@
-"""CLI commands that do things on this machine: doctor, train, lab, demo."""
+"""CLI commands that do things on this machine: doctor, train, bench, lab, demo."""
 
 from __future__ import annotations
 
@@ -43,6 +43,19 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         )
     print(f"{body['state']} at step {body['step']}; results in {body['out']}")
     return {**body, "exit_code": 0 if body["state"] == "finished" else 1}
+
+
+def bench(args: argparse.Namespace) -> dict[str, Any]:
+    """``superoffload bench adam``: the CPU kernels beside their peers, measured here."""
+    require_torch("the benchmark")
+    from superoffload.kernels import bench as adam
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    result = adam.bench_adam(params=args.params, threads=args.threads, rounds=args.rounds, progress=say)
+    print(adam.as_table(result))
+    return result
 
 
 def demo(args: argparse.Namespace) -> dict[str, Any]:

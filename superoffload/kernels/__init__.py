@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from superoffload.errors import InputError, unknown_name
 
@@ -112,7 +112,7 @@ def _describe(x: Any, name: str, dtypes: tuple[str, ...], *, writable: bool) -> 
     return int(address), dtype, int(length)
 
 
-def _threads(threads: int | None) -> int:
+def resolve_threads(threads: int | None) -> int:
     if threads is None:
         return available_cores()
     if threads < 1:
@@ -155,6 +155,42 @@ def adam_step(
     Raises:
         InputError: wrong dtype, shape, stride, device or length, a read-only or overlapping array. Nothing is changed.
     """
+    arrays = check_arrays(p, m, v, g, out16, step=step)
+    native.adam_step(
+        arrays.p,
+        arrays.m,
+        arrays.v,
+        arrays.g,
+        DTYPE_CODES[arrays.grad_dtype],
+        arrays.out,
+        DTYPE_CODES[arrays.out_dtype],
+        arrays.length,
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        step,
+        grad_scale,
+        resolve_threads(threads),
+    )
+
+
+class Described(NamedTuple):
+    """Addresses, dtypes and length of the arrays of a step; `out` is 0 where there is none."""
+
+    p: int
+    m: int
+    v: int
+    g: int
+    grad_dtype: str
+    out: int
+    out_dtype: str
+    length: int
+
+
+def check_arrays(p: Any, m: Any, v: Any, g: Any, out16: Any, *, step: int) -> Described:
+    """Check everything that a step is given, before anything is changed; see `adam_step` for what is raised."""
     _notice_fallback()
     spans: dict[str, tuple[int, int]] = {}
     lengths: dict[str, int] = {}
@@ -163,10 +199,10 @@ def adam_step(
         ("p", p, ("float32",), True),
         ("m", m, ("float32",), True),
         ("v", v, ("float32",), True),
+        ("g", g, tuple(DTYPE_CODES), False),
     ]
-    arrays += [("g", g, tuple(DTYPE_CODES), False)]
     if out16 is not None:
-        arrays += [("out16", out16, ("bfloat16", "float16"), True)]
+        arrays.append(("out16", out16, ("bfloat16", "float16"), True))
     for name, array, dtypes, writable in arrays:
         address, dtype, n = _describe(array, name, dtypes, writable=writable)
         described[name], lengths[name] = (address, dtype), n
@@ -177,23 +213,9 @@ def adam_step(
         raise InputError(f"step = {step}", expected="at least 1 (the first step is 1)")
     _refuse_overlap(spans)
     out, out_dtype = described.get("out16", (0, "float32"))
-    native.adam_step(
-        described["p"][0],
-        described["m"][0],
-        described["v"][0],
-        described["g"][0],
-        DTYPE_CODES[described["g"][1]],
-        out,
-        DTYPE_CODES[out_dtype],
-        lengths["p"],
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        step,
-        grad_scale,
-        _threads(threads),
+    grad, grad_dtype = described["g"]
+    return Described(
+        described["p"][0], described["m"][0], described["v"][0], grad, grad_dtype, out, out_dtype, lengths["p"]
     )
 
 
@@ -216,7 +238,7 @@ def cast(src: Any, dst: Any, *, threads: int | None = None) -> None:
         raise InputError(f"lengths differ: src {n}, dst {n_dst}", expected="equal lengths")
     size = {"float32": 4, "bfloat16": 2, "float16": 2}
     _refuse_overlap({"src": (a, n * size[a_dtype]), "dst": (b, n * size[b_dtype])})
-    native.cast(a, DTYPE_CODES[a_dtype], b, DTYPE_CODES[b_dtype], n, _threads(threads))
+    native.cast(a, DTYPE_CODES[a_dtype], b, DTYPE_CODES[b_dtype], n, resolve_threads(threads))
 
 
 def norm_partials(x: Any, out: Any, *, threads: int | None = None) -> None:
@@ -226,7 +248,7 @@ def norm_partials(x: Any, out: Any, *, threads: int | None = None) -> None:
     target, _, chunks = _describe(out, "out", ("float64",), writable=True)
     if chunks != -(-n // native.NORM_CHUNK):
         raise InputError(f"out has {chunks} elements", expected=f"{-(-n // native.NORM_CHUNK)} (one per chunk)")
-    native.norm_partials(address, DTYPE_CODES[dtype], n, target, _threads(threads))
+    native.norm_partials(address, DTYPE_CODES[dtype], n, target, resolve_threads(threads))
 
 
 def combine_partials(partials: Any) -> float:

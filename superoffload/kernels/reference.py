@@ -16,6 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 NORM_CHUNK, NORM_LANES, COMBINE_LANES = 8192, 64, 1024
+UNDO_TILE, UNDO_ESCAPES = 16384, 512
+_NOT_STEPPED = 0xFFFFFFFF
+_ESCAPE = np.dtype([("index", "<u4"), ("p", "<f4"), ("m", "<f4"), ("v", "<f4")])
 
 _F32, _BF16, _F16 = 0, 1, 2
 Array = npt.NDArray[Any]
@@ -124,6 +127,99 @@ def adam_step(
     lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float, threads: int,
 ) -> None:  # fmt: skip
     _adam(p, m, v, g, grad_dtype, out, out_dtype, n, adam_scalars(lr, b1, b2, eps, wd, t, scale))
+
+
+def _ordered(x: Array) -> Array:
+    """Neighbouring floats become neighbouring integers; see csrc/undo_ops.h."""
+    u = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return np.where(u >> 31, u ^ np.uint32(0x7FFFFFFF), u)
+
+
+def _from_ordered(u: Array) -> Array:
+    return np.where(u >> 31, u ^ np.uint32(0x7FFFFFFF), u).astype(np.uint32).view(np.float32)
+
+
+def _estimates(p1: Array, m1: Array, v1: Array, grad: Array, scalars: tuple[float, ...]) -> list[Array]:
+    _, omb1, beta2, omb2, decay, neg_step, bc2_sqrt, eps = (np.float32(s) for s in scalars)
+    one = np.float32(1)
+    quotient = (neg_step * m1) / (np.sqrt(v1) / bc2_sqrt + eps)
+    return [
+        (p1 - quotient) * (one / decay),
+        _without_residue(_fma(-omb1, grad, m1) * (one / (one - omb1)), m1),
+        _without_residue(_fma(-(omb2 * grad), grad, v1) * (one / beta2), v1),
+    ]
+
+
+def _without_residue(estimate: Array, now: Array) -> Array:
+    return np.where(np.abs(estimate) <= np.abs(now) * np.float32(2.0**-20), np.float32(0), estimate)
+
+
+def adam_record(
+    p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
+    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
+    low_p: int, low_m: int, low_v: int, escapes: int, counts: int, threads: int,
+) -> None:  # fmt: skip
+    scalars = adam_scalars(lr, b1, b2, eps, wd, t, scale)
+    for i, from_ in enumerate(range(0, n, UNDO_TILE)):
+        k = min(UNDO_TILE, n - from_)
+        arrays = [_at(a + 4 * from_, k, np.float32) for a in (p, m, v)]
+        old = [a.copy() for a in arrays]
+        gradient, target = g + from_ * (4 if grad_dtype == _F32 else 2), out + from_ * 2 if out else 0
+        kept = _storage(target, k, out_dtype).copy() if target else None
+        _adam(p + 4 * from_, m + 4 * from_, v + 4 * from_, gradient, grad_dtype, target, out_dtype, k, scalars)
+        with np.errstate(all="ignore"):
+            grad = _load(gradient, k, grad_dtype) * np.float32(scalars[0])
+            estimates = _estimates(arrays[0], arrays[1], arrays[2], grad, scalars)
+            off = [_ordered(a) - _ordered(e) + np.uint32(128) for a, e in zip(old, estimates, strict=True)]
+        bad = np.flatnonzero((off[0] | off[1] | off[2]) > 255)
+        count = _at(counts + 4 * i, 1, np.uint32)
+        if bad.size > UNDO_ESCAPES:
+            count[0] = _NOT_STEPPED
+            for a, o in zip(arrays, old, strict=True):
+                a[:] = o
+            if kept is not None:
+                _store(target, old[0], out_dtype)
+            continue
+        count[0] = bad.size
+        entries = _at(escapes + i * UNDO_ESCAPES * _ESCAPE.itemsize, bad.size, _ESCAPE)
+        entries["index"] = bad
+        for name, o, low in zip(("p", "m", "v"), old, (low_p, low_m, low_v), strict=True):
+            entries[name] = o[bad]
+            _at(low + from_, k, np.uint8)[:] = _ordered(o).astype(np.uint8)
+
+
+def adam_stream(p: int, m: int, v: int, g: int, n: int, threads: int) -> None:
+    gradient = _at(g, n, np.float32)
+    for address in (p, m, v):
+        _at(address, n, np.float32)[:] += gradient
+
+
+def adam_undo(
+    p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
+    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
+    low_p: int, low_m: int, low_v: int, escapes: int, counts: int, new_scale: float, threads: int,
+) -> None:  # fmt: skip
+    scalars = adam_scalars(lr, b1, b2, eps, wd, t, scale)
+    for i, from_ in enumerate(range(0, n, UNDO_TILE)):
+        k = min(UNDO_TILE, n - from_)
+        gradient, target = g + from_ * (4 if grad_dtype == _F32 else 2), out + from_ * 2 if out else 0
+        count = int(_at(counts + 4 * i, 1, np.uint32)[0])
+        if count != _NOT_STEPPED:
+            arrays = [_at(a + 4 * from_, k, np.float32) for a in (p, m, v)]
+            with np.errstate(all="ignore"):
+                grad = _load(gradient, k, grad_dtype) * np.float32(scalars[0])
+                estimates = _estimates(arrays[0], arrays[1], arrays[2], grad, scalars)
+            entries = _at(escapes + i * UNDO_ESCAPES * _ESCAPE.itemsize, count, _ESCAPE)
+            for name, a, e, low in zip(("p", "m", "v"), arrays, estimates, (low_p, low_m, low_v), strict=True):
+                near = _ordered(e)
+                difference = (_at(low + from_, k, np.uint8).astype(np.uint32) - near + np.uint32(128)) & np.uint32(0xFF)
+                a[:] = _from_ordered(near + difference - np.uint32(128))
+                a[entries["index"]] = entries[name]
+            if target:
+                _store(target, arrays[0], out_dtype)
+        if new_scale >= 0:
+            again = adam_scalars(lr, b1, b2, eps, wd, t, new_scale)
+            _adam(p + 4 * from_, m + 4 * from_, v + 4 * from_, gradient, grad_dtype, target, out_dtype, k, again)
 
 
 def cast(src: int, src_dtype: int, dst: int, dst_dtype: int, n: int, threads: int) -> None:
