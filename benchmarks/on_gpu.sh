@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build, test and time on a GPU machine whose Python already has torch; wheels of what it lacks may lie in .whl/.
-# Usage: benchmarks/on_gpu.sh OUT_FOLDER [pytest|bench ...]
+# Usage: benchmarks/on_gpu.sh OUT_FOLDER [tests | step:TOKENS:MODES | adam:PARAMS:THREADS ...]  (a + in MODES stands for a colon)
 set -u
 out=$1
 shift
@@ -14,6 +14,9 @@ for what in "$@"; do
     step:*)
       IFS=: read -r _ tokens modes <<<"$what"
       python3 benchmarks/bench_step.py --tokens "$tokens" --modes "${modes//+/:}" --trace "$out/traces" --out "$out/step_$tokens.json" ;;
+    adam:*)
+      IFS=: read -r _ params threads <<<"$what"
+      python3 benchmarks/bench_adam.py --params "$params" --threads "$threads" --rounds 5 --out "$out/adam.json" ;;
     *) echo "unknown: $what" >&2; exit 2 ;;
   esac
 done
