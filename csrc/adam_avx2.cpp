@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "scalar_ops.h"
+#include "split_ops.h"
 #include "undo_ops.h"
 
 namespace so {
@@ -127,6 +128,8 @@ constexpr KernelTable kTable = {
     record_block,
     undo_block,
     adam_stream,
+    join_block,
+    split_block,
 };
 
 }  // namespace

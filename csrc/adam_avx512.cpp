@@ -14,6 +14,7 @@
 #endif
 
 #include "scalar_ops.h"
+#include "split_ops.h"
 #include "undo_ops.h"
 
 namespace so {
@@ -179,6 +180,8 @@ constexpr KernelTable kTable = {
     record_block,
     undo_block,
     adam_stream,
+    join_block,
+    split_block,
 };
 
 }  // namespace

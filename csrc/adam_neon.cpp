@@ -3,6 +3,7 @@
 #include <arm_neon.h>
 
 #include "scalar_ops.h"
+#include "split_ops.h"
 #include "undo_ops.h"
 
 namespace so {
@@ -142,6 +143,8 @@ constexpr KernelTable kTable = {
     record_block,
     undo_block,
     adam_stream,
+    join_block,
+    split_block,
 };
 
 }  // namespace

@@ -1,5 +1,6 @@
 // The baseline: plain C++ at the ABI floor, and the definition that every other instruction set must reproduce.
 #include "scalar_ops.h"
+#include "split_ops.h"
 #include "undo_ops.h"
 
 namespace so {
@@ -41,6 +42,8 @@ constexpr KernelTable kTable = {
     record_block,
     undo_block,
     adam_stream,
+    join_block,
+    split_block,
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <arm_sve.h>
 
 #include "scalar_ops.h"
+#include "split_ops.h"
 #include "undo_ops.h"
 
 namespace so {
@@ -151,6 +152,8 @@ constexpr KernelTable kTable = {
     record_block,
     undo_block,
     adam_stream,
+    join_block,
+    split_block,
 };
 
 }  // namespace

@@ -4,12 +4,14 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 
 #include "kernels.h"
 #include "pool.h"
+#include "split.h"
 #include "undo.h"
 #include "worker.h"
 
@@ -161,6 +163,81 @@ NB_MODULE(_kernels, m) {
             }
           });
         });
+  m.def("adam_step_split", [](std::uintptr_t weight, std::uintptr_t remainder, std::uintptr_t mm, std::uintptr_t v,
+                              std::uintptr_t g, int grad_dtype, std::size_t n, double lr, double b1, double b2,
+                              double eps, double wd, std::int64_t t, float scale, int threads) {
+    nb::gil_scoped_release release;
+    const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
+    const std::size_t gs = so::dtype_bytes(grad_dtype);
+    for_each_tile(n, threads, [&](std::size_t, std::size_t from, std::size_t count) {
+      so::adam_split(at<std::uint16_t>(weight) + from, at<std::uint16_t>(remainder) + from, at<float>(mm) + from,
+                     at<float>(v) + from, at<char>(g) + from * gs, grad_dtype, count, s);
+    });
+  });
+  m.def("adam_record_split", [](std::uintptr_t weight, std::uintptr_t remainder, std::uintptr_t mm, std::uintptr_t v,
+                                std::uintptr_t g, int grad_dtype, std::size_t n, double lr, double b1, double b2,
+                                double eps, double wd, std::int64_t t, float scale, std::uintptr_t low_p,
+                                std::uintptr_t low_m, std::uintptr_t low_v, std::uintptr_t escapes,
+                                std::uintptr_t counts, int threads) {
+    nb::gil_scoped_release release;
+    const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
+    const RecordArrays record{low_p, low_m, low_v, escapes, counts};
+    const std::size_t gs = so::dtype_bytes(grad_dtype);
+    for_each_tile(n, threads, [&](std::size_t i, std::size_t from, std::size_t count) {
+      so::adam_record_split(at<std::uint16_t>(weight) + from, at<std::uint16_t>(remainder) + from, at<float>(mm) + from,
+                            at<float>(v) + from, at<char>(g) + from * gs, grad_dtype, count, s, record.tile(i));
+    });
+  });
+  // new_scale negative: undo only.
+  m.def("adam_undo_split",
+        [](std::uintptr_t weight, std::uintptr_t remainder, std::uintptr_t mm, std::uintptr_t v, std::uintptr_t g,
+           int grad_dtype, std::size_t n, double lr, double b1, double b2, double eps, double wd, std::int64_t t,
+           float scale, std::uintptr_t low_p, std::uintptr_t low_m, std::uintptr_t low_v, std::uintptr_t escapes,
+           std::uintptr_t counts, float new_scale, int threads) {
+          nb::gil_scoped_release release;
+          const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
+          const so::AdamScalars redo = scalars_of(lr, b1, b2, eps, wd, t, new_scale);
+          const RecordArrays record{low_p, low_m, low_v, escapes, counts};
+          const std::size_t gs = so::dtype_bytes(grad_dtype);
+          for_each_tile(n, threads, [&](std::size_t i, std::size_t from, std::size_t count) {
+            std::uint16_t *pw = at<std::uint16_t>(weight) + from, *pr = at<std::uint16_t>(remainder) + from;
+            float *pm = at<float>(mm) + from, *pv = at<float>(v) + from;
+            const void* pg = at<char>(g) + from * gs;
+            if (new_scale < 0.0f) {
+              so::adam_undo_split(pw, pr, pm, pv, pg, grad_dtype, count, s, record.tile(i));
+            } else {
+              so::adam_undo_redo_split(pw, pr, pm, pv, pg, grad_dtype, count, s, redo, record.tile(i));
+            }
+          });
+        });
+  m.def("split", [](std::uintptr_t p, std::uintptr_t weight, std::uintptr_t remainder, std::uintptr_t v, std::size_t n,
+                    int threads) {
+    nb::gil_scoped_release release;
+    for_each_tile(n, threads, [&](std::size_t, std::size_t from, std::size_t count) {
+      so::split(at<float>(p) + from, at<std::uint16_t>(weight) + from, at<std::uint16_t>(remainder) + from,
+                at<float>(v) + from, count);
+    });
+  });
+  m.def("join", [](std::uintptr_t weight, std::uintptr_t remainder, std::uintptr_t v, std::uintptr_t p,
+                   std::uintptr_t plain_v, std::size_t n, int threads) {
+    nb::gil_scoped_release release;
+    for_each_tile(n, threads, [&](std::size_t, std::size_t from, std::size_t count) {
+      so::join(at<std::uint16_t>(weight) + from, at<std::uint16_t>(remainder) + from, at<float>(v) + from,
+               at<float>(p) + from, at<float>(plain_v) + from, count);
+    });
+  });
+  m.def("any_sign", [](std::uintptr_t x, std::size_t n) {
+    nb::gil_scoped_release release;
+    return so::any_sign(at<float>(x), n);
+  });
+  // Of the fp32 whose upper half is in [first, first + count): how many the split layout does not hold exactly.
+  m.def("split_failures", [](std::uint32_t first, std::uint32_t count, int threads) {
+    nb::gil_scoped_release release;
+    std::atomic<std::size_t> failures{0};
+    shared_pool(threads).for_each(
+        count, [&](std::size_t i) { failures += so::split_failures(first + std::uint32_t(i)); }, threads);
+    return failures.load();
+  });
   m.def("cast", [](std::uintptr_t src, int sd, std::uintptr_t dst, int dd, std::size_t n, int threads) {
     nb::gil_scoped_release release;
     const so::CastFn cast = so::kernels().cast[sd][dd];

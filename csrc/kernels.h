@@ -36,12 +36,16 @@ using CastFn = void (*)(const void* src, void* dst, std::size_t n);
 using SumSqFn = double (*)(const void* x, std::size_t n);
 
 // Blocks of a step with an undo record, and of its undoing; see undo_ops.h.
-using RecordFn = std::size_t (*)(const float* p, const float* m, const float* v, const float* g, std::size_t n,
-                                 const AdamScalars& s, float* new_p, float* new_m, float* new_v, std::uint8_t* low_p,
-                                 std::uint8_t* low_m, std::uint8_t* low_v, std::uint32_t* bad);
-using UndoFn = void (*)(const float* p, const float* m, const float* v, const float* g, std::size_t n,
-                        const AdamScalars& s, const std::uint8_t* low_p, const std::uint8_t* low_m,
-                        const std::uint8_t* low_v, float* old_p, float* old_m, float* old_v);
+using RecordFn = bool (*)(float* p, float* m, float* v, const float* g, std::size_t n, const AdamScalars& s,
+                          std::uint32_t* old_p, std::uint32_t* old_m, std::uint32_t* old_v, std::uint32_t* off,
+                          std::uint8_t* low_p, std::uint8_t* low_m, std::uint8_t* low_v);
+using UndoFn = void (*)(float* p, float* m, float* v, const float* g, std::size_t n, const AdamScalars& s,
+                        const std::uint8_t* low_p, const std::uint8_t* low_m, const std::uint8_t* low_v);
+
+// Blocks of the split master; see split_ops.h.
+using JoinFn = void (*)(const std::uint16_t* weight, const std::uint16_t* remainder, const float* v, std::size_t n,
+                        float* p, float* plain_v);
+using SplitFn = void (*)(const float* p, const float* plain_v, std::size_t n, std::uint16_t* remainder, float* v);
 
 struct KernelTable {
   const char* name;
@@ -51,6 +55,8 @@ struct KernelTable {
   RecordFn record_block;
   UndoFn undo_block;
   void (*stream)(float* p, float* m, float* v, const float* g, std::size_t n);  // the ceiling; see undo_ops.h
+  JoinFn join_block;
+  SplitFn split_block;
 };
 
 const KernelTable* scalar_table();

@@ -14,6 +14,8 @@ constexpr std::size_t kEscapes = 512;     // per tile: 3.1 %, half a byte per pa
 constexpr std::size_t kUndoBlock =
     512;  // elements handled at a time: all arrays of a block fit in the first-level cache
 
+constexpr std::uint32_t kByteReach = 255;  // of (old - estimate + 128): what one byte can repair
+
 struct Escape {
   std::uint32_t index;  // within the tile
   float p, m, v;        // as they were

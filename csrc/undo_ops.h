@@ -1,9 +1,11 @@
 // The loops of the undo record, one element at a time and free of branches, so that each instruction set's compiler
 // vectorises them: included by every adam_*.cpp, hence the unnamed namespace (see scalar_ops.h).
 //
-// A step is inverted in fp32 and repaired with one stored byte for each of p, m and v: the low byte of the old value as
-// an ordered integer. Inverting costs a few ulp, the byte covers 128 to either side; an element beyond that is `bad`
-// and goes to an escape list. Estimates are the same fp32 operations when recording and when undoing, so they agree.
+// A step is inverted in fp32 and repaired with one stored byte for each of p, m and v: the low byte of the old value's
+// bits. Floats of one sign are neighbours exactly where their bits are, so a byte covers 128 neighbours to either side,
+// and inverting costs a few. An element beyond that (or across zero) is bad and goes to an escape list. Estimates are
+// the same fp32 operations when recording and when undoing, so they agree; arithmetic on bits is modulo 2^32, so that
+// even a NaN comes back exactly.
 #pragma once
 
 #include "scalar_ops.h"
@@ -11,14 +13,6 @@
 
 namespace so {
 namespace {
-
-// Neighbouring floats are neighbouring integers, across zero too; the map is its own inverse. Arithmetic on it is
-// modulo 2^32, so that even a NaN comes back exactly.
-inline std::uint32_t ordered(float x) {
-  const std::uint32_t u = bits_of(x);
-  return u ^ ((0u - (u >> 31)) & 0x7FFFFFFFu);
-}
-inline float from_ordered(std::uint32_t u) { return float_of(u ^ ((0u - (u >> 31)) & 0x7FFFFFFFu)); }
 
 struct Inverse {
   float decay, beta1, beta2;  // reciprocals
@@ -40,9 +34,8 @@ inline float estimate_v(float v1, float grad, const AdamScalars& s, const Invers
 }
 
 inline float repaired(float estimate, std::uint32_t low_byte) {
-  const std::uint32_t e = ordered(estimate);
-  const std::uint32_t difference = (low_byte - e + 128u) & 0xFFu;
-  return from_ordered(e + difference - 128u);
+  const std::uint32_t e = bits_of(estimate);
+  return float_of(e + ((low_byte - e + 128u) & 0xFFu) - 128u);
 }
 
 // The main loops hold 32-bit values only, and bytes are packed in loops of their own: beside byte stores a compiler
@@ -60,59 +53,57 @@ inline void unpack(const std::uint8_t* __restrict from, std::uint32_t* __restric
   for (std::size_t i = 0; i < n; ++i) to[i] = from[i];
 }
 
-// Steps n <= kUndoBlock elements into new_p, new_m, new_v without touching the old ones. Returns how many are bad.
-std::size_t record_block(const float* __restrict p, const float* __restrict m, const float* __restrict v,
-                         const float* __restrict g, std::size_t n, const AdamScalars& scalars, float* __restrict new_p,
-                         float* __restrict new_m, float* __restrict new_v, std::uint8_t* __restrict low_p,
-                         std::uint8_t* __restrict low_m, std::uint8_t* __restrict low_v,
-                         std::uint32_t* __restrict bad) {
-  alignas(64) std::uint32_t op[kUndoBlock], om[kUndoBlock], ov[kUndoBlock];
+// Steps n <= kUndoBlock elements in place and leaves the bits of the old values in old_p, old_m, old_v. An element is
+// bad where its `off` is above kByteReach; returns whether any is.
+bool record_block(float* __restrict p, float* __restrict m, float* __restrict v, const float* __restrict g,
+                  std::size_t n, const AdamScalars& scalars, std::uint32_t* __restrict old_p,
+                  std::uint32_t* __restrict old_m, std::uint32_t* __restrict old_v, std::uint32_t* __restrict off,
+                  std::uint8_t* __restrict low_p, std::uint8_t* __restrict low_m, std::uint8_t* __restrict low_v) {
   const AdamScalars s = scalars;
   const Inverse r = inverse_of(s);
-  std::uint32_t found = 0;
+  std::uint32_t any = 0;
   for (std::size_t i = 0; i < n; ++i) {
+    const float p0 = p[i], m0 = m[i], v0 = v[i];
     const float grad = g[i] * s.grad_scale;
-    const float m1 = __builtin_fmaf(s.one_minus_b1, grad - m[i], m[i]);
-    const float v1 = __builtin_fmaf(s.one_minus_b2 * grad, grad, v[i] * s.beta2);
+    const float m1 = __builtin_fmaf(s.one_minus_b1, grad - m0, m0);
+    const float v1 = __builtin_fmaf(s.one_minus_b2 * grad, grad, v0 * s.beta2);
     const float quotient = (s.neg_step_size * m1) / (std::sqrt(v1) / s.bc2_sqrt + s.eps);
-    const float p1 = p[i] * s.decay + quotient;
-    op[i] = ordered(p[i]);
-    om[i] = ordered(m[i]);
-    ov[i] = ordered(v[i]);
-    const std::uint32_t off = (op[i] - ordered((p1 - quotient) * r.decay) + 128u) |
-                              (om[i] - ordered(estimate_m(m1, grad, s, r)) + 128u) |
-                              (ov[i] - ordered(estimate_v(v1, grad, s, r)) + 128u);
-    const std::uint32_t b = off > 255u ? 1u : 0u;  // one byte covers -128 to 127
-    bad[i] = b;
-    found += b;
-    new_p[i] = p1;
-    new_m[i] = m1;
-    new_v[i] = v1;
+    const float p1 = p0 * s.decay + quotient;
+    const std::uint32_t dp = bits_of(p0) - bits_of((p1 - quotient) * r.decay) + 128u;
+    const std::uint32_t dm = bits_of(m0) - bits_of(estimate_m(m1, grad, s, r)) + 128u;
+    const std::uint32_t dv = bits_of(v0) - bits_of(estimate_v(v1, grad, s, r)) + 128u;
+    off[i] = dp | dm | dv;
+    any |= dp | dm | dv;
+    old_p[i] = bits_of(p0);
+    old_m[i] = bits_of(m0);
+    old_v[i] = bits_of(v0);
+    p[i] = p1;
+    m[i] = m1;
+    v[i] = v1;
   }
-  pack(op, low_p, n);
-  pack(om, low_m, n);
-  pack(ov, low_v, n);
-  return found;
+  pack(old_p, low_p, n);
+  pack(old_m, low_m, n);
+  pack(old_v, low_v, n);
+  return any > kByteReach;
 }
 
-// The old values of n <= kUndoBlock elements, but for the bad ones.
-void undo_block(const float* __restrict p, const float* __restrict m, const float* __restrict v,
-                const float* __restrict g, std::size_t n, const AdamScalars& scalars,
-                const std::uint8_t* __restrict low_p, const std::uint8_t* __restrict low_m,
-                const std::uint8_t* __restrict low_v, float* __restrict old_p, float* __restrict old_m,
-                float* __restrict old_v) {
-  alignas(64) std::uint32_t op[kUndoBlock], om[kUndoBlock], ov[kUndoBlock];
-  unpack(low_p, op, n);
-  unpack(low_m, om, n);
-  unpack(low_v, ov, n);
+// Restores n <= kUndoBlock elements in place, but for the bad ones.
+void undo_block(float* __restrict p, float* __restrict m, float* __restrict v, const float* __restrict g, std::size_t n,
+                const AdamScalars& scalars, const std::uint8_t* __restrict low_p, const std::uint8_t* __restrict low_m,
+                const std::uint8_t* __restrict low_v) {
+  alignas(64) std::uint32_t bp[kUndoBlock], bm[kUndoBlock], bv[kUndoBlock];
+  unpack(low_p, bp, n);
+  unpack(low_m, bm, n);
+  unpack(low_v, bv, n);
   const AdamScalars s = scalars;
   const Inverse r = inverse_of(s);
   for (std::size_t i = 0; i < n; ++i) {
+    const float p1 = p[i], m1 = m[i], v1 = v[i];
     const float grad = g[i] * s.grad_scale;
-    const float quotient = (s.neg_step_size * m[i]) / (std::sqrt(v[i]) / s.bc2_sqrt + s.eps);
-    old_p[i] = repaired((p[i] - quotient) * r.decay, op[i]);
-    old_m[i] = repaired(estimate_m(m[i], grad, s, r), om[i]);
-    old_v[i] = repaired(estimate_v(v[i], grad, s, r), ov[i]);
+    const float quotient = (s.neg_step_size * m1) / (std::sqrt(v1) / s.bc2_sqrt + s.eps);
+    p[i] = repaired((p1 - quotient) * r.decay, bp[i]);
+    m[i] = repaired(estimate_m(m1, grad, s, r), bm[i]);
+    v[i] = repaired(estimate_v(v1, grad, s, r), bv[i]);
   }
 }
 

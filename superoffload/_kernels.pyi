@@ -27,6 +27,24 @@ def adam_undo(
     lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
     low_p: int, low_m: int, low_v: int, escapes: int, counts: int, new_scale: float, threads: int,
 ) -> None: ...  # fmt: skip
+def adam_step_split(
+    weight: int, remainder: int, m: int, v: int, g: int, grad_dtype: int, n: int,
+    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float, threads: int,
+) -> None: ...  # fmt: skip
+def adam_record_split(
+    weight: int, remainder: int, m: int, v: int, g: int, grad_dtype: int, n: int,
+    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
+    low_p: int, low_m: int, low_v: int, escapes: int, counts: int, threads: int,
+) -> None: ...  # fmt: skip
+def adam_undo_split(
+    weight: int, remainder: int, m: int, v: int, g: int, grad_dtype: int, n: int,
+    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
+    low_p: int, low_m: int, low_v: int, escapes: int, counts: int, new_scale: float, threads: int,
+) -> None: ...  # fmt: skip
+def split(p: int, weight: int, remainder: int, v: int, n: int, threads: int) -> None: ...
+def join(weight: int, remainder: int, v: int, p: int, plain_v: int, n: int, threads: int) -> None: ...
+def any_sign(x: int, n: int) -> bool: ...
+def split_failures(first: int, count: int, threads: int) -> int: ...
 def cast(src: int, src_dtype: int, dst: int, dst_dtype: int, n: int, threads: int) -> None: ...
 def norm_partials(x: int, dtype: int, n: int, partials: int, threads: int) -> None: ...
 def combine_partials(partials: int, n: int) -> float: ...

@@ -129,14 +129,8 @@ def adam_step(
     _adam(p, m, v, g, grad_dtype, out, out_dtype, n, adam_scalars(lr, b1, b2, eps, wd, t, scale))
 
 
-def _ordered(x: Array) -> Array:
-    """Neighbouring floats become neighbouring integers; see csrc/undo_ops.h."""
-    u = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return np.where(u >> 31, u ^ np.uint32(0x7FFFFFFF), u)
-
-
-def _from_ordered(u: Array) -> Array:
-    return np.where(u >> 31, u ^ np.uint32(0x7FFFFFFF), u).astype(np.uint32).view(np.float32)
+def _bits(x: Array) -> Array:
+    return np.ascontiguousarray(x, np.float32).view(np.uint32)
 
 
 def _estimates(p1: Array, m1: Array, v1: Array, grad: Array, scalars: tuple[float, ...]) -> list[Array]:
@@ -170,7 +164,7 @@ def adam_record(
         with np.errstate(all="ignore"):
             grad = _load(gradient, k, grad_dtype) * np.float32(scalars[0])
             estimates = _estimates(arrays[0], arrays[1], arrays[2], grad, scalars)
-            off = [_ordered(a) - _ordered(e) + np.uint32(128) for a, e in zip(old, estimates, strict=True)]
+            off = [_bits(a) - _bits(e) + np.uint32(128) for a, e in zip(old, estimates, strict=True)]
         bad = np.flatnonzero((off[0] | off[1] | off[2]) > 255)
         count = _at(counts + 4 * i, 1, np.uint32)
         if bad.size > UNDO_ESCAPES:
@@ -185,7 +179,7 @@ def adam_record(
         entries["index"] = bad
         for name, o, low in zip(("p", "m", "v"), old, (low_p, low_m, low_v), strict=True):
             entries[name] = o[bad]
-            _at(low + from_, k, np.uint8)[:] = _ordered(o).astype(np.uint8)
+            _at(low + from_, k, np.uint8)[:] = _bits(o).astype(np.uint8)
 
 
 def adam_stream(p: int, m: int, v: int, g: int, n: int, threads: int) -> None:
@@ -211,15 +205,84 @@ def adam_undo(
                 estimates = _estimates(arrays[0], arrays[1], arrays[2], grad, scalars)
             entries = _at(escapes + i * UNDO_ESCAPES * _ESCAPE.itemsize, count, _ESCAPE)
             for name, a, e, low in zip(("p", "m", "v"), arrays, estimates, (low_p, low_m, low_v), strict=True):
-                near = _ordered(e)
+                near = _bits(e)
                 difference = (_at(low + from_, k, np.uint8).astype(np.uint32) - near + np.uint32(128)) & np.uint32(0xFF)
-                a[:] = _from_ordered(near + difference - np.uint32(128))
+                a[:] = (near + difference - np.uint32(128)).view(np.float32)
                 a[entries["index"]] = entries[name]
             if target:
                 _store(target, arrays[0], out_dtype)
         if new_scale >= 0:
             again = adam_scalars(lr, b1, b2, eps, wd, t, new_scale)
             _adam(p + 4 * from_, m + 4 * from_, v + 4 * from_, gradient, grad_dtype, target, out_dtype, k, again)
+
+
+def _join(weight: int, remainder: int, v: int, n: int) -> tuple[Array, Array]:
+    """Master and plain second moment; see csrc/split_ops.h."""
+    w, lower = _at(weight, n, np.uint16), _at(remainder, n, np.uint16)
+    flagged = _at(v, n, np.uint32)
+    upper = w - ((w ^ (flagged >> 31).astype(np.uint16)) & np.uint16(1))
+    master = (upper.astype(np.uint32) << 16) | lower
+    return master.view(np.float32), (flagged & np.uint32(0x7FFFFFFF)).view(np.float32)
+
+
+def _split(master: Array, plain_v: Array, weight: int, remainder: int, v: int) -> None:
+    u, n = master.view(np.uint32), master.size
+    _store(weight, master, _BF16)
+    _at(remainder, n, np.uint16)[:] = u.astype(np.uint16)
+    _at(v, n, np.uint32)[:] = (plain_v.view(np.uint32) & np.uint32(0x7FFFFFFF)) | ((u << 15) & np.uint32(0x80000000))
+
+
+def split(p: int, weight: int, remainder: int, v: int, n: int, threads: int) -> None:
+    _split(_at(p, n, np.float32), _at(v, n, np.float32).copy(), weight, remainder, v)
+
+
+def join(weight: int, remainder: int, v: int, p: int, plain_v: int, n: int, threads: int) -> None:
+    master, plain = _join(weight, remainder, v, n)
+    _at(p, n, np.float32).view(np.uint32)[:] = master.view(np.uint32)
+    _at(plain_v, n, np.float32).view(np.uint32)[:] = plain.view(np.uint32)
+
+
+def any_sign(x: int, n: int) -> bool:
+    return bool((_at(x, n, np.uint32) >> 31).any())
+
+
+def split_failures(first: int, count: int, threads: int) -> int:
+    failures = 0
+    for upper in range(first, first + count):
+        master = ((upper << 16) + np.arange(1 << 16, dtype=np.uint32)).view(np.float32)
+        u = master.view(np.uint32)
+        plain_v = (u ^ (u << 13)) & np.uint32(0x7FFFFFFF)
+        v, (weight, remainder) = plain_v.copy(), np.empty((2, u.size), np.uint16)
+        addresses = int(weight.ctypes.data), int(remainder.ctypes.data), int(v.ctypes.data)
+        _split(master, plain_v.view(np.float32), *addresses)
+        back, back_v = _join(*addresses, u.size)
+        low, nan = u & np.uint32(0xFFFF), np.isnan(master)
+        nearest = np.where(nan, 0x7FC0, upper + ((low > 0x8000) | ((low == 0x8000) & (upper & 1 == 1))))
+        same = np.where(nan, np.isnan(back), back.view(np.uint32) == u)
+        failures += int((~same | (weight != nearest) | (back_v.view(np.uint32) != plain_v)).sum())
+    return failures
+
+
+def _through_plain(
+    plain: Callable[..., None], weight: int, remainder: int, m: int, v: int, g: int, grad_dtype: int, n: int, *rest: Any
+) -> None:
+    """Call `plain` (adam_step, adam_record or adam_undo) on the joined arrays and split them again."""
+    master, plain_v = _join(weight, remainder, v, n)
+    addresses = int(master.ctypes.data), m, int(plain_v.ctypes.data)
+    plain(*addresses, g, grad_dtype, weight, _BF16, n, *rest)
+    _split(master, plain_v, weight, remainder, v)
+
+
+def adam_step_split(*arguments: Any) -> None:
+    _through_plain(adam_step, *arguments)
+
+
+def adam_record_split(*arguments: Any) -> None:
+    _through_plain(adam_record, *arguments)
+
+
+def adam_undo_split(*arguments: Any) -> None:
+    _through_plain(adam_undo, *arguments)
 
 
 def cast(src: int, src_dtype: int, dst: int, dst_dtype: int, n: int, threads: int) -> None:
