@@ -14,7 +14,7 @@ from superoffload import model as shapes
 from superoffload.cli_running import require_torch
 from superoffload.errors import InputError, did_you_mean, unknown_name
 from superoffload.hardware import Hardware
-from superoffload.plan import Plan
+from superoffload.plan import Plan, simulated_only
 from superoffload.profiler import Profile
 from superoffload.record import write_atomic
 from superoffload.tracing import Trace
@@ -23,6 +23,8 @@ from superoffload.units import format_bytes, format_count, format_seconds
 DEFAULT_MICRO_BATCH = 1
 DEFAULT_SEQ_LEN = 2048
 STALLS_SHOWN = 5
+VALUE_WIDTH = 6
+"""Characters of the value column in the table of a plan."""
 COUNTS = ("buckets", "flow")
 """`--set` keys that stand for a field of the plan: how many buckets, how many flow blocks."""
 SMALL = "smollm2-135m-instruct"
@@ -69,14 +71,15 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     prof, knobs = _profile_for(args), _knobs(args.set)
     chosen = planner.make_plan(prof, **knobs)
     ledger = memory.ledger(prof, chosen)
-    for name in Plan.knobs():
-        reason = chosen.reasons.get(name)
-        print(f"{name:17} {getattr(chosen, name)!s:10} {reason or 'given'}")
-    print(f"memory: GPU {format_bytes(ledger.total('gpu'))} of {format_bytes(ledger.gpu_capacity_bytes)}, "
+    print("\n".join(plan_lines(chosen)))
+    on_gpu = f"GPU {format_bytes(ledger.total('gpu'))} of {format_bytes(ledger.gpu_capacity_bytes)}, "
+    print(f"memory: {on_gpu if ledger.gpu_capacity_bytes else ''}"
           f"host {format_bytes(ledger.total('host'))} of {format_bytes(ledger.host_capacity_bytes)}")  # fmt: skip
     _save(chosen.save, args.out, "plan")
     if args.config:
         _save(_tuned(prof, chosen, args.source).save, args.config, "tuned config")
+        if simulated_only(chosen):
+            print(f"note: {simulated_only(chosen)}")
     return {
         "plan": chosen.model_dump(mode="json", exclude={"reasons"}),
         "reasons": dict(chosen.reasons),
@@ -89,6 +92,21 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def plan_lines(plan: Plan) -> list[str]:
+    """A plan as a table for people: field, value, why. A reason that begins with the value does not repeat it."""
+    rows = []
+    for name in Plan.knobs():
+        value = getattr(plan, name)
+        shown = (",".join(map(str, value)) or "none") if isinstance(value, tuple) else f"{value:g}" if isinstance(
+            value, float) else str(value)  # fmt: skip
+        reason = plan.reasons.get(name, "given").removeprefix(f"{shown}: ")
+        if len(shown) > VALUE_WIDTH:
+            rows += [f"{name:17} {shown}", f"{'':17} {'':{VALUE_WIDTH}} {reason}"]
+        else:
+            rows.append(f"{name:17} {shown:{VALUE_WIDTH}} {reason}")
+    return rows
+
+
 def simulate(args: argparse.Namespace) -> dict[str, Any]:
     """``superoffload simulate``: the step under a plan, with its stalls and its memory."""
     from superoffload import planner, simulator
@@ -96,8 +114,8 @@ def simulate(args: argparse.Namespace) -> dict[str, Any]:
     prof = _profile_for(args)
     trace = simulator.simulate(prof, planner.make_plan(prof, **_knobs(args.set)))
     print(f"{trace.model} on {trace.hardware} ({trace.source}): {format_seconds(trace.step_s)} per step, "
-          f"{trace.tokens_per_s:,.0f} tokens/s, {trace.model_tflops:.0f} model-TFLOP/s, MFU {trace.mfu:.1%}, "
-          f"GPU busy {trace.gpu_busy:.0%}")  # fmt: skip
+          f"{trace.tokens_per_s:,.0f} tokens/s, {trace.model_tflops:.3g} model-TFLOP/s, "
+          f"MFU {f'{trace.mfu:.1%}' if trace.peak_bf16_tflops else 'n/a'}, GPU busy {trace.gpu_busy:.0%}")  # fmt: skip
     for stall in sorted(trace.stalls, key=lambda s: -s.duration_s)[:STALLS_SHOWN]:
         print(f"  {stall.cause}")
     memory = trace.memory
@@ -255,7 +273,7 @@ def _profile_for(args: argparse.Namespace) -> Profile:
         if args.gpu_budget_gb > machine.gpu.memory_gb:
             raise InputError(
                 f"--gpu-budget-gb {args.gpu_budget_gb:g} is more than {machine.gpu.name} has",
-                expected=f"at most {machine.gpu.memory_gb:g}",
+                expected=f"at most {machine.gpu.memory_gb:.4g}",
             )
         gpu = machine.gpu.replace(memory_gb=args.gpu_budget_gb)
         prof = prof.replace(hardware=machine.replace(gpu=gpu))

@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from superoffload.config import TunedConfig
 from superoffload.errors import InputError, MissingDependency, SuperOffloadError
+from superoffload.hardware import Hardware
 
 FIRST_NOTEBOOK = "01_quickstart.ipynb"
 
@@ -29,10 +31,10 @@ def doctor(args: argparse.Namespace) -> dict[str, Any]:
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """``superoffload train``: the full run under a tuned config. Exit code 1 where Ctrl-C ended it early."""
-    from superoffload.config import TunedConfig
-
     config = TunedConfig.load(args.config)
     require_torch("training")
+    for line in machine_notes(config):
+        print(f"note: {line}", file=sys.stderr)
     from superoffload.train import train as run_training
 
     out = args.out or args.resume or "run"
@@ -58,6 +60,18 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def machine_notes(config: TunedConfig) -> list[str]:
+    """How this machine differs from the one that the plan was made for, as far as an earlier probe of it knows:
+    nothing is measured here."""
+    from superoffload import probing
+
+    known = probing.cache_path(probing.machine_fingerprint())
+    try:
+        return config.differences(Hardware.load(known)) if known.is_file() else []
+    except InputError:  # written by another version
+        return []
+
+
 def demo(args: argparse.Namespace) -> dict[str, Any]:
     """``superoffload demo``: the main job without a browser."""
     require_torch("the demo")
@@ -76,7 +90,14 @@ def lab(args: argparse.Namespace) -> dict[str, Any]:
         )
     notebooks, copied = prepare_notebooks(Path(args.folder))
     start = notebooks / FIRST_NOTEBOOK
-    command = [sys.executable, "-m", "jupyterlab", str(start), f"--ServerApp.root_dir={notebooks}"]
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        str(start),
+        f"--ServerApp.root_dir={notebooks}",
+        f"--LabApp.default_url=/lab/tree/{FIRST_NOTEBOOK}",
+    ]  # the printed address leads to the notebook too
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")  # containers run as root, and Jupyter refuses that without the flag
     if args.no_browser:

@@ -195,10 +195,10 @@ class TunedConfig(Record):
 
 _IDENTITY_LABELS = {
     "gpu": "the GPU",
-    "gpu_memory_gb": "GPU memory of (GB)",
+    "gpu_memory_gb": "a GPU memory (in GB) of",
     "cpu": "the CPU",
     "cpu_cores": "CPU cores:",
-    "cpu_memory_gb": "CPU memory of (GB)",
+    "cpu_memory_gb": "a CPU memory (in GB) of",
 }
 
 

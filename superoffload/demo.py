@@ -7,6 +7,7 @@ file, and say whether the loss fell. Every stage leaves its record in the output
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from superoffload import hardware as hw
 from superoffload import model_source, planner, profiler, profiling, simulator
+from superoffload.cli_planning import plan_lines
 from superoffload.config import TunedConfig
 from superoffload.errors import InputError
 from superoffload.record import write_atomic
@@ -45,7 +47,11 @@ def run(out: str | Path, *, steps: int | None = None) -> dict[str, Any]:
     """
     folder, begun = Path(out), time.perf_counter()
     if (folder / "run").exists():
-        raise InputError(f"{folder} already holds a demo run", remedy="Remove it, or give another --out")
+        raise InputError(
+            f"{folder} already holds a demo run",
+            remedy=f"Remove it (rm -r {shlex.quote(str(folder))}), or write elsewhere: superoffload demo --out FOLDER, "
+            "make demo DEMO_ARGS='--out FOLDER'",
+        )
     gpu = torch.cuda.is_available()
     dtype = "bfloat16" if gpu else "float32"  # CPUs without bf16 units emulate it
     micro_batch, seq_len = (8, 512) if gpu else (1, 128)
@@ -73,8 +79,8 @@ def run(out: str | Path, *, steps: int | None = None) -> dict[str, Any]:
     plan = planner.make_plan(profile)
     trace = simulator.simulate(profile, plan)
     trace.save(folder / "trace.json")
-    for name, reason in plan.reasons.items():
-        _say(f"{name} = {getattr(plan, name)}: {reason}")
+    for line in plan_lines(plan):
+        _say(line)
     _say(f"this machine: {format_seconds(trace.step_s)} per step, {trace.tokens_per_s:,.0f} tokens/s (modelled from "
          "the measurements)")  # fmt: skip
     there = profiler.estimate(SHAPE, micro_batch=32, seq_len=2048, hardware="gh200")

@@ -13,7 +13,7 @@ class SuperOffloadError(Exception):
 
     def __init__(self, what: str, *, expected: str | None = None, remedy: str | None = None):
         self.what, self.expected, self.remedy = what, expected, remedy
-        parts = [what.rstrip(".") + "."]
+        parts = [what if what.endswith("?") else what.rstrip(".") + "."]
         if expected:
             parts.append(f"Expected {expected.rstrip('.')}.")
         if remedy:

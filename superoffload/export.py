@@ -35,7 +35,7 @@ def deepspeed(config: TunedConfig) -> tuple[dict[str, Any], list[str]]:
         raise NotSupported(
             f"flow_blocks={plan.flow_blocks} has no DeepSpeed equivalent",
             expected="a plan whose weights stay on the GPU",
-            remedy="Plan with --set flow_blocks=none, or train with superoffload train",
+            remedy="Plan with --set flow_blocks=none",
         )
     elements = bucket_elements(plan.bucket_mb)
     total = max(config.model.parameters, 1)

@@ -122,7 +122,7 @@ class _Chooser:
         why = "the paper's size" if size == 64 else f"the largest that still cuts the model into {MIN_BUCKETS} buckets"
         self.reasons["bucket_mb"] = (
             f"{size:g} MiB, {why}: a {format_bytes(copy)} gradient copy reaches {down.at(copy) / down.peak:.0%} of the "
-            f"link's {down.peak:g} GB/s down"
+            f"link's {down.peak:.3g} GB/s down"
         )
         return size
 
@@ -215,9 +215,7 @@ class _Chooser:
             return plan
         least = plan if "retained_buckets" in self.given else plan.model_copy(update={"retained_buckets": 0})
         if self._gpu_over(least) <= 0:
-            reasons["flow_blocks"] = (
-                f"none: 16-bit weights of {format_bytes(self._weights())} fit beside the activations"
-            )
+            reasons["flow_blocks"] = f"none: weights of {format_bytes(self._weights())} fit beside the activations"
             return plan
         layers = sum(b.kind == "layer" for b in self.profile.blocks)
 

@@ -8,7 +8,7 @@ from typing import Any
 import ipywidgets as W
 
 from superoffload.errors import InputError
-from superoffload.plan import CASTS, Plan
+from superoffload.plan import CASTS, Plan, simulated_only
 from superoffload.widgets.parts import escape
 from superoffload.widgets.session import Session
 
@@ -38,10 +38,17 @@ class Knob(W.VBox):  # type: ignore[misc]
         control.layout.width, control.layout.margin = "100%", "0"
         super().__init__([control, below], layout=W.Layout(width="100%", margin="0 0 1px 0", overflow="hidden"))
 
+    def _by_hand(self, plan: Plan) -> str:
+        if self.field in ("flow_blocks", "speculate"):
+            alone = plan.replace(speculate="auto") if self.field == "flow_blocks" else plan.replace(flow_blocks=())
+            if simulated_only(alone):
+                return "by hand; simulated only, training refuses it"
+        return "set by hand"
+
     def explain(self, plan: Plan, fixed: str | None) -> None:
         """Show where the value comes from."""
         reason = plan.reasons.get(self.field)
-        text = fixed or reason or "set by hand"
+        text = fixed or reason or self._by_hand(plan)
         lead = "" if fixed or not reason or reason.startswith("auto") else "<b>auto</b> "
         self.why.value = f'<span title="{escape(text)}">{lead}{escape(text)}</span>'
         self.auto.layout.display = None if not fixed and not reason else "none"
@@ -153,10 +160,12 @@ def _set(control: W.Widget, value: Any) -> None:
 
 
 def _range(slider: W.IntSlider, value: int, low: int, high: int) -> None:
-    """Set value and limits at once: a browser that sees a limit alone clamps the value and sends it back as an edit."""
-    if (slider.min, slider.max, slider.value) != (low, high, value):
-        with slider.hold_sync(), slider.hold_trait_notifications():
-            slider.min, slider.max, slider.value = low, max(high, low), value
+    """Widen the limits, set the value, narrow the limits, one message each: a browser whose slider has, for a moment,
+    a value beyond its limits clamps it and sends it back as an edit."""
+    high = max(high, low)
+    slider.min, slider.max = min(slider.min, low), max(slider.max, high)
+    _set(slider, value)
+    slider.min, slider.max = low, high
 
 
 def _options(slider: W.SelectionSlider, usual: tuple[Any, ...], value: Any, title: Callable[[Any], str]) -> None:
@@ -189,13 +198,16 @@ def parse_blocks(text: str, allowed: tuple[int, ...]) -> tuple[int, ...]:
     chosen: set[int] = set()
     for part in filter(None, (p.strip() for p in text.replace(";", ",").split(","))):
         ends = [e.strip() for e in part.split("-")]
-        if len(ends) > 2 or not all(e.isdigit() for e in ends):
+        if len(ends) > 2 or not all(e.isdecimal() and len(e) < 10 for e in ends):
             raise InputError(f'"{part}" is not a block number or a range of them', expected="for example 1-4, 9")
-        chosen.update(range(int(ends[0]), int(ends[-1]) + 1))
-    wrong = sorted(chosen - set(allowed))
-    if wrong:
-        raise InputError(
-            f"block {wrong[0]} cannot flow", expected=f"transformer layers: {format_blocks(allowed)}",
-            remedy="Embedding and head stay on the GPU",
-        )  # fmt: skip
+        first, last = int(ends[0]), int(ends[-1])
+        if first > last:
+            raise InputError(f'"{part}" runs backwards', expected=f"{last}-{first}")
+        wrong = next((b for b in (first, last) if b not in allowed), None)  # layers are neighbours
+        if wrong is not None:
+            raise InputError(
+                f"block {wrong} cannot flow", expected=f"transformer layers: {format_blocks(allowed)}",
+                remedy="Embedding and head stay on the GPU",
+            )  # fmt: skip
+        chosen.update(b for b in allowed if first <= b <= last)
     return tuple(sorted(chosen))

@@ -10,6 +10,7 @@ import ipywidgets as W
 
 from superoffload.config import OptimizerConfig, TrainingConfig, TunedConfig
 from superoffload.errors import InputError
+from superoffload.plan import simulated_only
 from superoffload.widgets.parts import Guard, Messages, button, escape
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -105,15 +106,19 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
             )
         existed = target.exists()
         try:
-            path = self._make(*self.settings()).save(target)
+            config = self._make(*self.settings())
+            path = config.save(target)
         except OSError as e:
             raise InputError(
                 f"{target} could not be written: {e.strerror or e}",
                 remedy="Choose a file in a folder that you may write to",
             ) from e
-        self.messages.notice(
-            f"{'Replaced' if existed else 'Wrote'} <b>{escape(path)}</b> ({path.stat().st_size:,} bytes)."
-        )
+        text = f"{'Replaced' if existed else 'Wrote'} <b>{escape(path)}</b> ({path.stat().st_size:,} bytes)."
+        refused = simulated_only(config.plan)
+        if refused:
+            self.messages.notice(f"{text} {escape(refused[:1].upper() + refused[1:])}.", "warn")
+        else:
+            self.messages.notice(text)
         self._show_lines()
         return path
 

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 
 from superoffload.memory import Ledger
 from superoffload.tracing import LANE_TITLES, LANES, Trace
-from superoffload.units import GB, format_bytes, format_count
+from superoffload.units import GB, format_bytes, format_count, format_seconds
 from superoffload.widgets import view_models as vm
 from superoffload.widgets.theme import GREY, KIND_COLOURS, PAPER, STATE_COLOURS, Theme, memory_colour, text_on
 
@@ -28,6 +28,9 @@ Spec = dict[str, Any]
 FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 CLEAR = "rgba(0,0,0,0)"
 LANE_HEIGHT = 0.72
+LEAST_BAR = 0.25
+"""No bar of the layer map is lower than this part of the highest: beside a large embedding, layers must still be seen
+and clicked."""
 MEMORY_PIXELS = 400
 """Least width at which the memory bars are drawn: a segment carries its name where it has room for it."""
 
@@ -175,10 +178,14 @@ def _kind_colour(kind: str, theme: Theme) -> str:
 
 
 def layer_traces(view: vm.LayerMap, theme: Theme) -> list[Spec]:
-    """Two stacked bars per block: state updated on the CPU and state retained on the GPU; hatched where it flows."""
+    """Two stacked bars per block: state updated on the CPU and state retained on the GPU; hatched where it flows.
+    Heights are parameters, except of blocks that would be too low to click (`LEAST_BAR`)."""
     index = np.asarray([b.index for b in view.blocks], dtype=np.int16)
     kept = np.asarray([b.retained_params for b in view.blocks], dtype=np.float64)
     rest = np.asarray([b.params for b in view.blocks], dtype=np.float64) - kept
+    size = np.maximum(kept + rest, 1.0)
+    drawn = np.maximum(1.0, LEAST_BAR * size.max(initial=0.0) / size)
+    kept, rest = kept * drawn, rest * drawn
     flow = ["/" if b.flow else "" for b in view.blocks]
     text = [
         f"{b.index}: {b.name}<br>{format_count(b.params)} parameters, "
@@ -249,7 +256,8 @@ def memory_trace(rows: Sequence[vm.MemoryRow], theme: Theme) -> tuple[Spec, list
     )  # fmt: skip
     for i, r in enumerate(rows):
         of = f" of {r.capacity / GB:,.0f} GB" if r.capacity and r.place != "pinned" else " GB"
-        text = f"{r.total / GB:,.1f}{of}" if r.total or r.capacity else "part of host"
+        digits = 1 if r.total < 1000 * GB else 0
+        text = f"{r.total / GB:,.{digits}f}{of}" if r.total or r.capacity else "part of host"
         notes.append(
             {"x": 1.0, "xref": "paper", "xanchor": "left", "xshift": 6, "y": i, "showarrow": False, "align": "left",
              "text": f"<b>{text} over</b>" if r.over else text,
@@ -395,11 +403,12 @@ def plot_timeline(traces: Trace | Sequence[Trace], *, height: int | None = None,
     """
     many = [traces] if isinstance(traces, Trace) else list(traces)
     views = [vm.timeline(t, max_bars=vm.MAX_BARS // max(1, len(many))) for t in many]
-    fig = timeline_figure(views, theme=theme, height=height or 200 + 90 * max(1, len(many)))
+    height = height or 200 + 90 * max(1, len(many))
+    fig = timeline_figure(views, theme=theme, height=height)
     fig.update_layout(
-        title={"text": " / ".join(f"{t.model}: {t.step_s:.4g} s per step ({vm.origin(t)})" for t in many),
-               "font": {"size": 12}, "x": 0, "xref": "paper"},
-        margin={"t": 46},
+        title={"text": "<br>".join(f"{t.model}: {format_seconds(t.step_s)} per step ({vm.origin(t)})" for t in many),
+               "font": {"size": 12}, "x": 0, "xref": "paper", "y": 1 - 12 / height, "yanchor": "top"},
+        margin={"t": 30 + 16 * max(1, len(many))},
     )  # fmt: skip
     return fig
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,11 @@ class LiveFigure(go.FigureWidget):  # type: ignore[misc]
         super().__init__(spec)
         self._config = {"displayModeBar": False, "displaylogo": False, "responsive": True}
         self._shown = spec
+
+    def on_point(self, trace: int, callback: Callable[..., None]) -> None:
+        """Call `callback` when a point of this trace is clicked. plotly itself calls the handlers of every trace at
+        every click, most of them without a point, and those would wipe away what the right one has said."""
+        self.data[trace].on_click(lambda source, points, state: points.point_inds and callback(source, points, state))
 
     def show_spec(self, spec: Spec) -> None:
         """Become `spec`, which has the same traces in the same order, in one message.

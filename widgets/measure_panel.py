@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from superoffload.widgets.tuner import Tuner
 
 
+FAR = (-40.0, 60.0)
+"""Percent of difference between prediction and measurement beyond which another load is the likeliest reason."""
+
+
 class MeasurePanel(W.VBox):  # type: ignore[misc]
     """Start, progress, cancel. The steps run in a thread, so that the kernel goes on answering.
 
@@ -122,6 +126,8 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
         if predicted.source == "modelled" and predicted.hardware == trace.hardware and predicted.step_s:
             off = (predicted.step_s / trace.step_s - 1) * 100
             text += f"; the model predicted {format_seconds(predicted.step_s)} ({off:+.1f} %)".replace("-", "−")
+            if not FAR[0] < off < FAR[1]:
+                text += ". So far apart, one of the two was likely taken on a busy machine: measure, or profile, again"
         elif predicted.hardware != trace.hardware:
             text += f"; the prediction above is for {escape(predicted.hardware)}"
         self.messages.notice(text + ".")

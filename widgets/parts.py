@@ -67,7 +67,8 @@ class Messages(W.HTML):  # type: ignore[misc]
 
     def state(self, text: str) -> None:
         """Show a lasting problem (the plan does not fit), or none."""
-        self._state = f'<div class="so-msg warn" role="alert">{escape(text)}</div>' if text else ""
+        sentence = escape(text[:1].upper() + text[1:])
+        self._state = f'<div class="so-msg warn" role="alert">{sentence}</div>' if text else ""
         self._draw()
 
     def _draw(self) -> None:

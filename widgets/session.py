@@ -207,7 +207,7 @@ class Session:
         if (self.plan, self.hardware) == before:
             return
         del self._history[self._position + 1 :]
-        # Moving one slider to and fro is one edit: undo leads to where it stood before.
+        # Moving one slider back and forth is one edit: undo leads to where it stood before.
         now, last = time.monotonic(), self._history[-1]
         if len(self._history) > 1 and last.topic == topic and now - last.at_s < SAME_EDIT_S:
             self._history.pop()

@@ -120,7 +120,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self._foot = W.HTML()
         self._machines = sessions.hardware_choices(session.given.hardware)
         self.machine = W.Dropdown(
-            options=list(self._machines), description="Machine", layout=W.Layout(width="220px"),
+            options=list(self._machines), description="Machine", layout=W.Layout(width="262px"),
             style={"description_width": "56px"}, tooltip="Simulate on another machine",
         )  # fmt: skip
         self._show_machine()
@@ -145,9 +145,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
             figures.timeline_spec(self._views(), theme=themes.LIGHT, height=TIMELINE_HEIGHT, legend=False)
         )
         self.state = LiveFigure(self._state_spec(themes.LIGHT))
-        self.state.data[0].on_click(self._guard(self._layer_clicked))
-        self.state.data[1].on_click(self._guard(self._layer_clicked))
-        self.state.data[2].on_click(self._guard(self._bucket_clicked))
+        for trace, clicked in enumerate((self._layer_clicked, self._layer_clicked, self._bucket_clicked)):
+            self.state.on_point(trace, self._guard(clicked))
         tools = W.HBox(
             [self.machine, self.auto, self.undo, self.redo, self.pin, self.measure, self.export],
             layout=W.Layout(flex="0 0 auto", align_items="center"),
@@ -279,12 +278,10 @@ class Tuner(W.VBox):  # type: ignore[misc]
                     f"block {i} ({self.session.profile.blocks[i].name}) cannot flow", expected="a transformer layer"
                 )
             flow ^= {i}
-        if points.point_inds:
-            self._apply({"flow_blocks": tuple(sorted(flow))})
+        self._apply({"flow_blocks": tuple(sorted(flow))})
 
     def _bucket_clicked(self, trace: Any, points: Any, _: Any) -> None:
-        if points.point_inds:
-            self._apply({"retained_buckets": len(self.session.buckets) - min(points.point_inds)})
+        self._apply({"retained_buckets": len(self.session.buckets) - min(points.point_inds)})
 
     def _show_drawers(self) -> None:
         panels: list[W.Widget] = []
@@ -337,7 +334,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
             self._syncing = False
         self.controls.show_plan()
         _put(self._title, f'<div class="so-head"><b>{escape(s.given.model)}</b>'
-             f"<span>{escape(vm.size_line(s.profile, len(s.buckets)))}</span></div>")  # fmt: skip
+             f"<span>{escape(vm.size_line(s.profile))}</span></div>")  # fmt: skip
         _put(self._cards, cards_html(vm.headline(s.trace, s.baseline)))
         lines = vm.stall_lines(s.trace) or ("No lane waits.",)
         _put(self._stalls, '<div class="so-stalls">'
@@ -367,7 +364,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
         )
         notes = [f"Numbers are {s.trace.source} for {s.trace.hardware}."]
         if "rebased" in s.profile.context:
-            notes.append(s.profile.context["rebased"] + ".")
+            rebased = s.profile.context["rebased"]
+            notes.append(rebased[:1].upper() + rebased[1:] + ".")
         if s.baseline is not None:
             notes.append(f"Baseline: {s.baseline.step_s:.4g} s per step ({s.baseline.label}).")
         if s.autosave is not None:

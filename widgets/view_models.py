@@ -238,19 +238,24 @@ def numbers(trace: Trace) -> Numbers:
 def headline(trace: Trace, baseline: Numbers | None = None) -> tuple[HeadlineItem, ...]:
     """The five numbers of the head, each with its origin and, against a baseline, its difference."""
     now = numbers(trace)
-    mfu = f"{now.mfu * 100:.1f} %" if trace.peak_bf16_tflops else "no peak"
+    peak = trace.peak_bf16_tflops
+    mfu = f"{now.mfu * 100:.1f} %" if peak else "n/a"
+    rate = f"{trace.model_tflops:,.3g} model TFLOP/s"
+    of_peak = f"{rate} of {peak:,.0f} (bf16 dense peak)" if peak else f"{rate}; this machine's peak is not known"
     rows = (
         ("step_s", "Step time", format_seconds(now.step_s), "Seconds per optimizer step in steady state"),
         ("tokens_per_s", "Tokens/s", f"{now.tokens_per_s:,.0f}", f"{trace.tokens_per_step:,} tokens per step"),
-        ("mfu", "MFU", mfu,
-         f"{trace.model_tflops:,.1f} model TFLOP/s of {trace.peak_bf16_tflops:,.0f} (bf16 dense peak)"),
+        ("mfu", "MFU", mfu, of_peak),
         ("gpu_busy", "GPU busy", f"{now.gpu_busy * 100:.1f} %", "Share of the window in which the GPU computes"),
         ("exposed_s", "Exposed optimizer", format_seconds(now.exposed_s),
          "Step time beyond the GPU's own forward and backward"),
     )  # fmt: skip
     items = []
     for field, name, value, help in rows:
-        delta, verdict = _difference(field, getattr(now, field), getattr(baseline, field) if baseline else None)
+        before = getattr(baseline, field) if baseline else None
+        if field == "mfu" and not (now.mfu and before):  # one of the two has no peak to compare with
+            before = None
+        delta, verdict = _difference(field, getattr(now, field), before)
         items.append(HeadlineItem(name, value, now.label, delta, verdict, help))
     return tuple(items)
 
@@ -259,13 +264,14 @@ def _difference(field: str, now: float, before: float | None) -> tuple[str, Verd
     if before is None:
         return "", ""
     if field in ("mfu", "gpu_busy"):
-        change, text = (now - before) * 100, f"{(now - before) * 100:+.1f} points"
+        change, text = (now - before) * 100, f"{(now - before) * 100:+.1f} pts"
     elif before > 0:
-        change, text = (now / before - 1) * 100, f"{(now / before - 1) * 100:+.1f} %"
+        change = (now / before - 1) * 100
+        text = f"{change:+.1f} %" if now < 10 * before else f"×{now / before:.3g}"
     else:
         change, text = now * 1e6, f"+{format_seconds(now)}"
     if abs(change) < 0.05:
-        return "as baseline", "same"
+        return "±0", "same"
     lower_is_better = field in ("step_s", "exposed_s")
     return text.replace("-", "−"), "better" if (change < 0) == lower_is_better else "worse"
 
@@ -387,9 +393,9 @@ def _label(run: Iterable[TraceEvent]) -> str:
     return f"{noun} {ids[0]}" if len(ids) == 1 else f"{noun}s {ids[0]}–{ids[-1]} ({len(run)})"
 
 
-def size_line(profile: Profile, buckets: int) -> str:
-    """One line that names the model: ``"llama-7b, 6.74B parameters, 34 blocks, 402 buckets"``."""
-    return f"{format_count(profile.params)} parameters, {len(profile.blocks)} blocks, {buckets} buckets"
+def size_line(profile: Profile) -> str:
+    """One line under the model's name: ``"6.74B parameters, 34 blocks"``."""
+    return f"{format_count(profile.params)} parameters, {len(profile.blocks)} blocks"
 
 
 def lane_title(index: int) -> str:

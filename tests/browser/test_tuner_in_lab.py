@@ -77,7 +77,7 @@ def test_layer_map_machine_baseline_and_export(new_page: Callable[..., Any], lab
     page.tuner()
     p = page.page
     p.click(".so-tuner button:has-text('Pin baseline')")
-    page.until_text(CARDS, "as baseline")
+    page.until_text(CARDS, "±0")
     p.mouse.move(*bar_of_block(page, 20))
     p.wait_for_timeout(200)
     p.mouse.click(*bar_of_block(page, 20))
@@ -104,7 +104,7 @@ def test_layer_map_machine_baseline_and_export(new_page: Callable[..., Any], lab
     assert "%" in page.text(CARDS)
     p.click(".so-tuner button:has-text('Export')")
     p.click(".so-tuner button:has-text('Write config')")
-    page.until_text(".so-tuner .so-msg.good", "tuned.json")
+    page.until_text(".so-tuner .so-msg.warn", "tuned.json")  # with a word on what this version cannot train
     assert "superoffload train --config tuned.json" in page.text(".so-tuner .so-code")
     page.shot("tuner_export")
     written = json.loads((lab.root / "tuned.json").read_text())

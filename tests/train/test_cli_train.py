@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from superoffload import cli
+from superoffload.cli_running import machine_notes
 from superoffload.config import TunedConfig
 from superoffload.hardware import preset
 from superoffload.profiler import Profile
@@ -96,3 +97,17 @@ def test_the_planner_knows_the_small_model_by_its_name() -> None:
     from superoffload import cli_planning, model_source
 
     assert cli_planning.SMALL == model_source.SMALL
+
+
+def test_a_plan_of_another_machine_is_named_before_training(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_config(tiny_model, capsys=capsys)
+    config = TunedConfig.load("tuned.json")
+    known = Path("known.json")
+    monkeypatch.setattr("superoffload.probing.cache_path", lambda identity: known)
+    assert machine_notes(config) == [], "this machine was never probed"
+    preset("laptop").replace(source="probed", name="here").save(known)
+    assert machine_notes(config) == []
+    preset("gh200").save(known)
+    assert "this machine has 72" in " ".join(machine_notes(config))

@@ -13,9 +13,9 @@ import pytest
 from comm.base_comm import BaseComm
 
 from superoffload.config import OptimizerConfig, TunedConfig
-from superoffload.errors import InputError
+from superoffload.errors import InputError, NotSupported
 from superoffload.hardware import Hardware, preset
-from superoffload.plan import Plan
+from superoffload.plan import Plan, simulated_only
 from superoffload.planner import make_plan
 from superoffload.profiler import Profile, estimate
 from superoffload.simulator import simulate
@@ -132,7 +132,16 @@ def test_flow_by_slider_text_and_click_are_equal(tuner: Tuner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"), [("0-3", "block 0 cannot flow"), ("x", "not a block number"), ("99", "block 99")]
+    ("typed", "said"),
+    [
+        ("0-3", "block 0 cannot flow"),
+        ("x", "not a block number"),
+        ("²", "not a block number"),
+        ("99", "block 99"),
+        ("1-999999999", "block 999999999"),
+        ("1-99999999999999", "not a block number"),
+        ("9-2", "runs backwards"),
+    ],
 )
 def test_a_wrong_block_is_explained_and_the_knob_goes_back(tuner: Tuner, typed: str, said: str) -> None:
     tuner.controls.flow_which.value = typed
@@ -142,6 +151,16 @@ def test_a_wrong_block_is_explained_and_the_knob_goes_back(tuner: Tuner, typed: 
     assert tuner.controls.flow_which.value == ""
     tuner.controls.retained.value = 3
     assert said not in text(tuner)
+
+
+def test_a_click_on_the_embedding_says_why_it_cannot_flow(tuner: Tuner) -> None:
+    for block in (0, 2):
+        tuner.state._js2py_pointsCallback = {
+            "event_type": "plotly_click",
+            "points": {"trace_indexes": [0], "point_indexes": [block], "xs": [block], "ys": [1]},
+        }
+        assert ("block 0" in text(tuner)) == (block == 0)
+    assert tuner.plan.flow_blocks == (2,)
 
 
 def test_a_broken_callback_is_shown_and_the_dashboard_lives(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +220,59 @@ def test_another_machine_keeps_what_was_set_by_hand(tuner: Tuner) -> None:
     assert tuner.config.hardware.name == "h200-pcie5"
     tuner.undo.click()
     assert (tuner.machine.value, tuner.trace.hardware) == ("gh200", "gh200")
+
+
+def test_a_slider_is_never_beyond_its_limits_on_the_way(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A browser clamps such a value and sends it back as an edit, so every single message must be possible."""
+    slider = tuner.controls.threads
+    limits: dict[str, int] = {}
+    beyond: list[dict[str, int]] = []
+
+    def send_state(key: Any = None) -> None:
+        names = [key] if isinstance(key, str) else sorted(key or ())
+        for order in (names, names[::-1]):  # the order within a message is a set's
+            shown = dict(limits)
+            for name in order:
+                if name in ("min", "max", "value"):
+                    shown[name] = getattr(slider, name)
+                    if not shown["min"] <= shown["value"] <= shown["max"]:
+                        beyond.append(shown)
+        limits.update({name: getattr(slider, name) for name in ("min", "max", "value")})
+
+    for there, back in (("laptop", "gh200"), ("h200-pcie5", "gh200")):
+        limits.update(min=slider.min, max=slider.max, value=slider.value)
+        monkeypatch.setattr(slider, "send_state", send_state)
+        tuner.machine.value = there
+        tuner.machine.value = back
+    assert not beyond
+    assert "adam_threads" in tuner.plan.reasons
+
+
+def test_what_the_engine_refuses_is_said_at_the_knob_and_the_export(tuner: Tuner, tmp_path: Path) -> None:
+    tuner.controls.flow.value = 2
+    assert "simulated only" in tuner.controls.knobs["flow_blocks"].why.value
+    assert "simulated only" not in tuner.controls.knobs["speculate"].why.value
+    tuner.export.value = True
+    assert tuner.export_panel is not None
+    tuner.export_panel.path.value = str(tmp_path / "tuned.json")
+    tuner.export_panel.write.click()
+    assert "refuses to train" in tuner.export_panel.messages.value
+    tuner.auto.click()
+    tuner.export_panel.write.click()
+    assert "refuses to train" not in tuner.export_panel.messages.value
+
+
+@pytest.mark.parametrize("fields", [{}, {"flow_blocks": (1,)}, {"speculate": "on"}])
+def test_simulated_only_agrees_with_the_engine(fields: dict[str, Any]) -> None:
+    pytest.importorskip("torch")
+    from superoffload.engine.arguments import resolve_plan
+
+    plan = Plan(**fields)
+    if simulated_only(plan):
+        with pytest.raises(NotSupported):
+            resolve_plan(plan, {})
+    else:
+        assert resolve_plan(plan, {}) == plan
 
 
 def test_auto_hands_one_knob_back(tuner: Tuner) -> None:

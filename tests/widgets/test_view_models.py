@@ -73,14 +73,17 @@ def test_headline_numbers_and_differences(trace: Trace, make_trace: Callable[...
     slow = {i.name: i for i in vm.headline(make_trace(slower=2.0), vm.numbers(trace))}
     assert (slow["Step time"].delta, slow["Step time"].verdict) == ("+100.0 %", "worse")
     assert (slow["Tokens/s"].delta, slow["Tokens/s"].verdict) == ("−50.0 %", "worse")
-    assert (slow["GPU busy"].delta, slow["GPU busy"].verdict) == ("as baseline", "same")
-    assert slow["MFU"].delta == "−20.2 points"
+    assert (slow["GPU busy"].delta, slow["GPU busy"].verdict) == ("±0", "same")
+    assert slow["MFU"].delta == "−20.2 pts"
+    assert {i.name: i for i in vm.headline(trace.replace(peak_bf16_tflops=0.0), vm.numbers(trace))}["MFU"].delta == ""
+    far = {i.name: i for i in vm.headline(make_trace(slower=0.05), vm.numbers(trace))}
+    assert (far["Tokens/s"].delta, far["Tokens/s"].verdict) == ("×20", "better")
     fast = {i.name: i for i in vm.headline(make_trace(slower=0.5), vm.numbers(trace))}
     assert (fast["Exposed optimizer"].delta, fast["Exposed optimizer"].verdict) == ("−50.0 %", "better")
 
 
 def test_unknown_peak_prints_no_utilisation(trace: Trace) -> None:
-    assert {i.name: i.value for i in vm.headline(trace.replace(peak_bf16_tflops=0.0))}["MFU"] == "no peak"
+    assert {i.name: i.value for i in vm.headline(trace.replace(peak_bf16_tflops=0.0))}["MFU"] == "n/a"
 
 
 def test_numbers_round_trip(trace: Trace) -> None:
