@@ -244,6 +244,7 @@ def _resolve(ref: ModelRef) -> tuple[Path | str, str | None]:
             raise InputError(
                 f'no model "{ref.source}"{did_you_mean(ref.source, names)}',
                 expected=f"a folder with config.json or a GGUF file, a Hugging Face id, {SMALL}, or a shape preset",
+                remedy="A model of your own code is trained from Python: OffloadAdamW.from_config(model, config)",
             )
         return ref.source, ref.gguf_file
     gguf = ref.gguf_file or (None if (folder / "config.json").is_file() else _gguf_in(folder))

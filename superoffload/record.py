@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -19,25 +21,33 @@ from superoffload.errors import InputError, did_you_mean
 R = TypeVar("R", bound="Record")
 
 
-def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
-    """Write `data` to `path` through a temporary file in the same folder, so that no reader sees half of it."""
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place when the block ends, and is removed when it fails, so that no
+    reader sees half of it. Missing folders are made."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    raw = data.encode() if isinstance(data, str) else data
     fd, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    os.close(fd)
+    temporary = Path(name)
     try:
-        with os.fdopen(fd, "wb") as f:
-            f.write(raw)
-            f.flush()
+        yield temporary
+        with temporary.open("rb") as f:
             os.fsync(f.fileno())
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # mkstemp makes 0600, which would surprise people who share a folder
-        os.replace(name, target)
+        temporary.chmod(0o666 & ~umask)  # mkstemp makes 0600, which would surprise people who share a folder
+        temporary.replace(target)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-    return target
+
+
+def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
+    """Write `data` to `path` as a whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+    return Path(path)
 
 
 class Record(BaseModel):

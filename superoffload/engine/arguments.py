@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from superoffload.errors import InputError, NotSupported, did_you_mean
@@ -19,17 +20,26 @@ def default_adam_threads() -> int:
 def check_hyper(
     lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None, accumulation: int
 ) -> None:
-    rules = (
-        ("lr", lr, lr >= 0, "0 or more"),
-        ("betas", betas, all(0 <= b < 1 for b in betas), "two numbers in [0, 1)"),
-        ("eps", eps, eps >= 0, "0 or more"),
-        ("weight_decay", weight_decay, weight_decay >= 0, "0 or more"),
-        ("max_grad_norm", max_norm, max_norm is None or max_norm > 0, "more than 0, or None for no clipping"),
-        ("gradient_accumulation_steps", accumulation, accumulation >= 1, "at least 1"),
+    """Refuse hyperparameters that are not numbers, or not in their range.
+
+    Raises:
+        InputError: with the argument's name, its value and what was expected.
+    """
+    rules: tuple[tuple[str, Any, Callable[[Any], bool], str], ...] = (
+        ("lr", lr, lambda x: x >= 0, "0 or more"),
+        ("betas", betas, lambda x: len(x) == 2 and all(0 <= b < 1 for b in x), "two numbers in [0, 1)"),
+        ("eps", eps, lambda x: x >= 0, "0 or more"),
+        ("weight_decay", weight_decay, lambda x: x >= 0, "0 or more"),
+        ("max_grad_norm", max_norm, lambda x: x is None or x > 0, "more than 0, or None for no clipping"),
+        ("gradient_accumulation_steps", accumulation, lambda x: x >= 1, "at least 1"),
     )
     for name, value, valid, expected in rules:
-        if not valid:
-            raise InputError(f"{name} = {value}", expected=expected)
+        try:
+            right = bool(valid(value))
+        except TypeError:
+            right = False
+        if not right:
+            raise InputError(f"{name} = {value!r}", expected=expected)
 
 
 def resolve_plan(plan: Plan | None, fields: dict[str, Any]) -> Plan:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import torch
 
 from superoffload.engine.stepper import Engine
 from superoffload.errors import EngineError, InputError
+from superoffload.record import replacing
 
 if TYPE_CHECKING:
     from superoffload.engine.optimizer import OffloadAdamW
@@ -143,16 +143,8 @@ def save(optimizer: OffloadAdamW, path: str | os.PathLike[str]) -> None:
         "steps": json.dumps({p.name: int(engine.steps[p.index]) for p in engine.params}),
         "param_groups": json.dumps(groups),
     }
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    os.close(fd)
-    try:
+    with replacing(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _is_plain(value: Any) -> bool:

@@ -407,9 +407,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         buckets = self._engine.arenas.buckets
         retained = sum(b.retained for b in buckets)
         params = sum(p.numel for p in self._managed)
+        where = f"{retained} of them retained on {self._engine.device.device}" if retained else "all on the CPU"
         return (
-            f"OffloadAdamW({format_count(params)} parameters in {len(buckets)} buckets, {retained} retained on "
-            f"{self._engine.device.device}, {self.plan.adam_threads} Adam threads)"
+            f"OffloadAdamW({format_count(params)} parameters in {len(buckets)} buckets, {where}, "
+            f"{self.plan.adam_threads} Adam threads)"
         )
 
     def _repr_html_(self) -> str:

@@ -407,6 +407,8 @@ def test_closing_wakes_a_waiting_thread():
     [
         ({"bucket_mbs": 3}, InputError, 'did you mean "bucket_mb"'),
         ({"lr": -1.0}, InputError, "lr = -1.0"),
+        ({"weight_decay": "x"}, InputError, "weight_decay = 'x'"),
+        ({"betas": 0.9}, InputError, "betas = 0.9"),
         ({"max_grad_norm": 0.0}, InputError, "max_grad_norm"),
         ({"flow_blocks": (1,)}, NotSupported, "flow_blocks"),
         ({"speculate": "on"}, NotSupported, "speculate"),
@@ -430,6 +432,8 @@ def test_foreign_checkpoints_are_refused(tmp_path):
         train(model, opt, DATA[:1])
         before = digest(model, opt)
         opt.save(tmp_path / "a.safetensors")
+        (tmp_path / "plain").touch()
+        assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
         (tmp_path / "b.safetensors").write_bytes(b"not a checkpoint")
         for name, says in (("none.safetensors", "no such file"), ("b.safetensors", "cannot be read")):
             with pytest.raises(InputError, match=says):
