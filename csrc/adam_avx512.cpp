@@ -15,6 +15,7 @@
 
 #include "scalar_ops.h"
 #include "split_ops.h"
+#include "table.h"
 #include "undo_ops.h"
 
 namespace so {
@@ -168,21 +169,7 @@ double sum_sq(const void* x, std::size_t n) {
   return halve_lanes(lanes, 8);
 }
 
-constexpr KernelTable kTable = {
-    "avx512",
-    {{adam<kF32, kF32>, adam<kF32, kBF16>, adam<kF32, kF16>},
-     {adam<kBF16, kF32>, adam<kBF16, kBF16>, adam<kBF16, kF16>},
-     {adam<kF16, kF32>, adam<kF16, kBF16>, adam<kF16, kF16>}},
-    {{cast<kF32, kF32>, cast<kF32, kBF16>, cast<kF32, kF16>},
-     {cast<kBF16, kF32>, cast<kBF16, kBF16>, cast<kBF16, kF16>},
-     {cast<kF16, kF32>, cast<kF16, kBF16>, cast<kF16, kF16>}},
-    {sum_sq<kF32>, sum_sq<kBF16>, sum_sq<kF16>},
-    record_block,
-    undo_block,
-    adam_stream,
-    join_block,
-    split_block,
-};
+constexpr KernelTable kTable = SO_KERNEL_TABLE("avx512");
 
 }  // namespace
 
