@@ -131,23 +131,33 @@ class Controls(W.VBox):  # type: ignore[misc]
     def _layers(self) -> tuple[int, ...]:
         return tuple(i for i, b in enumerate(self._session.profile.blocks) if b.kind == "layer")
 
-    def show_plan(self) -> None:
-        """Set every control to the session's plan, its limits to the model and machine, and explain the values."""
+    def show_plan(self, pending: frozenset[str] = frozenset()) -> None:
+        """Set every control to the session's plan, its limits to the model and machine, and explain the values.
+
+        Controls of `pending` fields keep their value: a hand is on them, the session does not know it yet, and a slider
+        put back for a moment would swallow the next key.
+        """
         s, p = self._session, self._session.plan
+        setters: dict[str, Callable[[], None]] = {
+            "retained_buckets": lambda: _range(self.retained, p.retained_buckets, 0, len(s.buckets)),
+            "bucket_mb": lambda: _options(self.bucket, BUCKET_MB, p.bucket_mb, lambda v: f"{v:g}"),
+            "cast_down": lambda: _set(self.down, p.cast_down),
+            "cast_up": lambda: _set(self.up, p.cast_up),
+            "speculate": lambda: _set(self.speculate, p.speculate),
+            "adam_threads": lambda: _range(self.threads, p.adam_threads, 1, s.hardware.cpu.cores),
+            "activations": lambda: _set(self.activations, p.activations),
+            "micro_batch": lambda: _options(self.batch, MICRO_BATCHES, p.micro_batch, str),
+            "seq_len": lambda: _options(self.sequence, SEQUENCES, p.seq_len, lambda v: f"{v:,}"),
+            "accumulation": lambda: _options(self.accumulation, ACCUMULATIONS, p.accumulation, str),
+        }
         self._quiet = True
         try:
-            _set(self.flow, len(p.flow_blocks))
-            _set(self.flow_which, format_blocks(p.flow_blocks))
-            _range(self.retained, p.retained_buckets, 0, len(s.buckets))
-            _options(self.bucket, BUCKET_MB, p.bucket_mb, lambda v: f"{v:g}")
-            _set(self.down, p.cast_down)
-            _set(self.up, p.cast_up)
-            _set(self.speculate, p.speculate)
-            _range(self.threads, p.adam_threads, 1, s.hardware.cpu.cores)
-            _set(self.activations, p.activations)
-            _options(self.batch, MICRO_BATCHES, p.micro_batch, str)
-            _options(self.sequence, SEQUENCES, p.seq_len, lambda v: f"{v:,}")
-            _options(self.accumulation, ACCUMULATIONS, p.accumulation, str)
+            if "flow_blocks" not in pending:
+                _set(self.flow, len(p.flow_blocks))
+                _set(self.flow_which, format_blocks(p.flow_blocks))
+            for field, put in setters.items():
+                if field not in pending:
+                    put()
             for field, knob in self.knobs.items():
                 knob.explain(p, s.why_fixed(field))
         finally:

@@ -118,6 +118,11 @@ class Latest:
         else:
             self._handle = loop.call_later(self._delay, self.flush)
 
+    @property
+    def pending(self) -> frozenset[str]:
+        """What has been changed and not handed over yet."""
+        return frozenset(self._pending)
+
     def flush(self) -> None:
         """Hand over what is pending now."""
         if self._handle is not None:

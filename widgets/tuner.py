@@ -332,7 +332,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
                 self.config = self.make_config()
         finally:
             self._syncing = False
-        self.controls.show_plan()
+        self.controls.show_plan(self._edits.pending)
         _put(self._title, f'<div class="so-head"><b>{escape(s.given.model)}</b>'
              f"<span>{escape(vm.size_line(s.profile))}</span></div>")  # fmt: skip
         _put(self._cards, cards_html(vm.headline(s.trace, s.baseline)))

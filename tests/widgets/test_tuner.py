@@ -443,3 +443,22 @@ def test_what_does_not_fit_is_said_before_advice_is_looked_for(sent: Sent, monke
     assert "short" in at_once
     assert "would fit" in later
     assert "cannot flow" in later, "advice must not wipe out an error"
+
+
+def test_a_refresh_between_two_keys_does_not_put_the_slider_back(tuner: Tuner) -> None:
+    """What refreshes by itself (a theme, advice that was worked out) must not swallow a key."""
+
+    async def press() -> list[int]:
+        seen: list[int] = []
+        slider = tuner.controls.retained
+        start = slider.value
+        slider.observe(lambda change: seen.append(change["new"] - start), names="value")
+        for _ in range(3):
+            slider.value -= 1  # one key; the edit is handed over a moment later
+            tuner._refresh()
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.2)
+        assert tuner.plan.retained_buckets == start - 3
+        return seen
+
+    assert asyncio.run(press()) == [-1, -2, -3]
