@@ -10,7 +10,7 @@ python3 -m pip install -q --no-build-isolation --no-deps -e . || exit 1
 python3 -c 'from superoffload.kernels import capabilities; print(capabilities())'
 for what in "$@"; do
   case $what in
-    tests) timeout 280 python3 -m pytest tests/gpu -q -x 2>&1 | tee "$out/tests.log" | tail -n 40 ;;
+    tests) timeout 280 python3 -m pytest tests/gpu -q 2>&1 | tee "$out/tests.log" | tail -n 40 ;;
     step:*)
       IFS=: read -r _ tokens modes <<<"$what"
       python3 benchmarks/bench_step.py --tokens "$tokens" --modes "${modes//+/:}" --trace "$out/traces" --out "$out/step_$tokens.json" ;;

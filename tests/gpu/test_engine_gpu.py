@@ -176,3 +176,49 @@ def test_measured_trace_has_both_processors():
     assert {"forward", "backward", "norm", "gpu_adam", "copy_down", "copy_up", "adam"} <= kinds
     assert all(e.start_s >= 0 and e.end_s <= trace.window_s + 1e-9 for e in trace.events)
     assert trace.source == "measured" and trace.step_s > 0
+
+
+def test_a_forward_on_another_stream_sees_the_new_weights():
+    """The stream that enters a block first must not be the only one that waits."""
+    model, data = llama(torch.bfloat16, device="cuda", layers=4), batches(6, device="cuda")
+    side = torch.cuda.Stream()
+    with OffloadAdamW(model, lr=1e-2, max_grad_norm=1.0, bucket_mb=0.05, retained_buckets=4) as opt:
+        for x in data:
+            train(model, opt, [x])
+            with torch.no_grad():
+                first = model(input_ids=x).logits
+                side.wait_stream(torch.cuda.default_stream())
+                with torch.cuda.stream(side):
+                    second = model(input_ids=x).logits
+                torch.cuda.synchronize()
+                opt.synchronize()
+                settled = model(input_ids=x).logits
+            assert torch.equal(first, settled) and torch.equal(second, settled)
+
+
+def test_training_on_a_side_stream_gives_the_same_bits():
+    data = batches(5, device="cuda")
+    reference = run_plan(torch.bfloat16, data, device="cuda", bucket_mb=0.05, retained_buckets=3)
+    model = llama(torch.bfloat16, device="cuda")
+    side = torch.cuda.Stream()
+    with OffloadAdamW(model, lr=1e-3, weight_decay=0.1, max_grad_norm=1.0, bucket_mb=0.05, retained_buckets=3) as opt:
+        opt.engine.worker.set_delay_us(500)
+        losses = []
+        for i, x in enumerate(data):  # every second step on another stream
+            stream = side if i % 2 else torch.cuda.default_stream()
+            stream.wait_stream(torch.cuda.default_stream() if i % 2 else side)
+            with torch.cuda.stream(stream):
+                losses += train(model, opt, [x])
+        torch.cuda.synchronize()
+        assert (digest(model, opt), losses) == reference
+
+
+def test_a_model_on_a_device_that_is_not_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU: another one would have to be current")
+    device = f"cuda:{torch.cuda.device_count() - 1}"
+    data = batches(3, device=device)
+    plans = ({"bucket_mb": 64}, {"bucket_mb": 0.05, "retained_buckets": 3, "cast_up": "gpu"})
+    assert run_plan(torch.bfloat16, data, device=device, **plans[0]) == run_plan(
+        torch.bfloat16, data, device=device, **plans[1]
+    )
