@@ -14,7 +14,6 @@ import torch
 
 from superoffload.errors import NotSupported
 from superoffload.kernels import available_cores, native
-from superoffload.kernels import combine_partials as combine_on_host
 from superoffload.kernels import norm_partials as norm_on_host
 from superoffload.kernels.cast_ptx import CAST_PTX
 from superoffload.layout import NORM_CHUNK
@@ -249,4 +248,4 @@ def device_for(device: torch.device) -> Device:
     )
 
 
-__all__ = ["Chunk", "CudaDevice", "Device", "HostDevice", "combine_on_host", "device_for"]
+__all__ = ["Chunk", "CudaDevice", "Device", "HostDevice", "device_for"]

@@ -165,7 +165,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         )
         self._managed = managed
         self._unmanaged = [p for p in self.model.parameters() if id(p) in group_of and id(p) not in block_of]
-        self._show_steps()
 
     def _rebuild(self) -> None:
         """Make the engine anew around the parameter groups as they are now; state and gradients are kept."""

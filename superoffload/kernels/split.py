@@ -22,7 +22,7 @@ from superoffload.kernels import (
     native,
     resolve_threads,
 )
-from superoffload.kernels.undo import UndoRecord
+from superoffload.kernels.undo import UndoRecord, check_redo_scale
 
 __all__ = ["adam_record_split", "adam_step_split", "adam_undo_redo_split", "adam_undo_split", "join", "split"]
 
@@ -113,7 +113,7 @@ def adam_record_split(
 ) -> None:  # fmt: skip
     """`adam_step_split` that can be undone; see `superoffload.kernels.undo.adam_record`."""
     arrays = _check_step(weight16, remainder16, m, v, g, step)
-    _check_record(record, arrays)
+    record._check_length(arrays.n)
     workers = resolve_threads(threads)
     record._step = (lr, beta1, beta2, eps, weight_decay, step, grad_scale)
     native.adam_record_split(*arrays, *record._step, *record._addresses(), workers)
@@ -131,20 +131,17 @@ def adam_undo_redo_split(
     threads: int | None = None,
 ) -> None:  # fmt: skip
     """Undo the recorded step and take it again with another `grad_scale`, in one pass over memory."""
-    if grad_scale < 0:
-        raise InputError(f"grad_scale = {grad_scale}", expected="0 or more")
+    check_redo_scale(grad_scale)
     _take_back(weight16, remainder16, m, v, g, record, grad_scale, threads)
 
 
 def _take_back(
     weight16: Any, remainder16: Any, m: Any, v: Any, g: Any, record: UndoRecord, new_scale: float, threads: int | None
 ) -> None:
-    if record._step is None:
-        raise InputError("the record holds no step", remedy="Record one with adam_record_split; a record undoes once")
-    arrays = _check_step(weight16, remainder16, m, v, g, record._step[5])
-    _check_record(record, arrays)
-    workers = resolve_threads(threads)
-    native.adam_undo_split(*arrays, *record._step, *record._addresses(), new_scale, workers)
+    taken = record._recorded("adam_record_split")
+    arrays = _check_step(weight16, remainder16, m, v, g, taken[5])
+    record._check_length(arrays.n)
+    native.adam_undo_split(*arrays, *taken, *record._addresses(), new_scale, resolve_threads(threads))
     record._step = None
 
 
@@ -172,11 +169,6 @@ def _check_step(weight16: Any, remainder16: Any, m: Any, v: Any, g: Any, step: i
         raise InputError(f"step = {step}", expected="at least 1 (the first step is 1)")
     weight, remainder, first, second, gradient = addresses
     return _StepArrays(weight, remainder, first, second, gradient, DTYPE_CODES[dtypes[4]], n)
-
-
-def _check_record(record: UndoRecord, arrays: _StepArrays) -> None:
-    if record.n != arrays.n:
-        raise InputError(f"the record is for {record.n} elements", expected=f"{arrays.n}")
 
 
 def _check(*arrays: tuple[str, Any, tuple[str, ...], bool]) -> tuple[list[int], list[str], int]:

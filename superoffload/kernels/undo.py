@@ -15,6 +15,9 @@ from superoffload.kernels import DTYPE_CODES, Described, check_arrays, native, r
 
 _ESCAPE_BYTES = 16
 
+Step = tuple[float, float, float, float, float, int, float]
+"""lr, beta1, beta2, eps, weight_decay, step, grad_scale."""
+
 
 class UndoRecord:
     """Memory for the record of one step over arrays of `n` elements, and the arguments of that step."""
@@ -25,7 +28,7 @@ class UndoRecord:
         self._low = np.zeros((3, n), dtype=np.uint8)
         self._escapes = np.zeros(tiles * native.UNDO_ESCAPES * _ESCAPE_BYTES, dtype=np.uint8)
         self._counts = np.zeros(tiles, dtype=np.uint32)
-        self._step: tuple[float, float, float, float, float, int, float] | None = None
+        self._step: Step | None = None
 
     @property
     def nbytes(self) -> int:
@@ -41,6 +44,16 @@ class UndoRecord:
     def escaped(self) -> int:
         """Elements in the escape list after the last step."""
         return int(self._counts[self._counts != 0xFFFFFFFF].sum())
+
+    def _check_length(self, n: int) -> None:
+        if self.n != n:
+            raise InputError(f"the record is for {self.n} elements", expected=f"{n}")
+
+    def _recorded(self, by: str) -> Step:
+        """The arguments of the step to take back; `by` names the function that records one."""
+        if self._step is None:
+            raise InputError("the record holds no step", remedy=f"Record one with {by}; a record undoes once")
+        return self._step
 
     def _addresses(self) -> tuple[int, int, int, int, int]:
         low = [int(row.ctypes.data) for row in self._low]
@@ -58,10 +71,10 @@ def adam_record(
         InputError: as `adam_step`, or a record of another length. Nothing is changed.
     """
     arrays = check_arrays(p, m, v, g, out16, step=step)
-    if record.n != arrays.length:
-        raise InputError(f"the record is for {record.n} elements", expected=f"{arrays.length}")
+    record._check_length(arrays.length)
+    workers = resolve_threads(threads)  # nothing may be refused once the record claims a step
     record._step = (lr, beta1, beta2, eps, weight_decay, step, grad_scale)
-    native.adam_record(*_flat(arrays), *record._step, *record._addresses(), resolve_threads(threads))
+    native.adam_record(*_flat(arrays), *record._step, *record._addresses(), workers)
 
 
 def adam_undo(
@@ -77,20 +90,23 @@ def adam_undo_redo(
 ) -> None:  # fmt: skip
     """Undo the recorded step and take it again with another `grad_scale`, in one pass: what clipping needs. Tiles that
     had waited take only the second."""
+    check_redo_scale(grad_scale)
+    _take_back(p, m, v, g, record, grad_scale, out16, threads)
+
+
+def check_redo_scale(grad_scale: float) -> None:
+    """A negative scale means "undo only" to the native functions."""
     if grad_scale < 0:
         raise InputError(f"grad_scale = {grad_scale}", expected="0 or more")
-    _take_back(p, m, v, g, record, grad_scale, out16, threads)
 
 
 def _take_back(
     p: Any, m: Any, v: Any, g: Any, record: UndoRecord, new_scale: float, out16: Any, threads: int | None
 ) -> None:
-    if record._step is None:
-        raise InputError("the record holds no step", remedy="Record one with adam_record; a record undoes once")
-    arrays = check_arrays(p, m, v, g, out16, step=record._step[5])
-    if record.n != arrays.length:
-        raise InputError(f"the record is for {record.n} elements", expected=f"{arrays.length}")
-    native.adam_undo(*_flat(arrays), *record._step, *record._addresses(), new_scale, resolve_threads(threads))
+    taken = record._recorded("adam_record")
+    arrays = check_arrays(p, m, v, g, out16, step=taken[5])
+    record._check_length(arrays.length)
+    native.adam_undo(*_flat(arrays), *taken, *record._addresses(), new_scale, resolve_threads(threads))
     record._step = None
 
 

@@ -161,6 +161,10 @@ def test_refusals_change_nothing():
     record = UndoRecord(100)
     with pytest.raises(InputError, match="holds no step"):
         adam_undo(*state, g, record)
+    with pytest.raises(InputError, match="threads"):
+        adam_record(*state, g, record, **HYPER, step=6, threads=0)
+    with pytest.raises(InputError, match="holds no step"):  # a refused step is not one that can be taken back
+        adam_undo(*state, g, record)
     adam_record(*state, g, record, **HYPER, step=6)
     with pytest.raises(InputError, match="grad_scale"):
         adam_undo_redo(*state, g, record, grad_scale=-1.0)
