@@ -1,4 +1,4 @@
-// The Python face of the kernels and the worker. No arithmetic here; addresses are checked by superoffload.kernels.
+// The Python face of the kernels. No arithmetic here; addresses are checked by superoffload.kernels.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -7,13 +7,13 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 
 #include "kernels.h"
 #include "pool.h"
 #include "split.h"
 #include "undo.h"
-#include "worker.h"
+
+void bind_worker(nanobind::module_& m);  // bindings_worker.cpp
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -44,20 +44,6 @@ so::AdamScalars scalars_of(double lr, double b1, double b2, double eps, double w
   return so::adam_scalars({lr, b1, b2, eps, wd}, t, scale);
 }
 
-// Waits in slices, so that Ctrl-C reaches a waiting main thread.
-template <class F>
-void wait(F&& arrived) {
-  for (;;) {
-    bool done;
-    {
-      nb::gil_scoped_release release;
-      done = arrived();
-    }
-    if (done) return;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-  }
-}
-
 // Addresses of a whole record; tile i has its part of each array.
 struct RecordArrays {
   std::uintptr_t low_p, low_m, low_v, escapes, counts;
@@ -79,8 +65,6 @@ void for_each_tile(std::size_t n, int threads, F&& f) {
                                 },
                                 threads);
 }
-
-constexpr int kSliceMs = 100;
 
 }  // namespace
 
@@ -267,91 +251,5 @@ NB_MODULE(_kernels, m) {
     return so::combine_partials(at<const double>(partials), n);
   });
 
-  nb::class_<so::CudaApi>(m, "CudaApi")
-      .def(nb::init<>())
-      .def_rw("ctx_set_current", &so::CudaApi::ctx_set_current)
-      .def_rw("memcpy_htod_async", &so::CudaApi::memcpy_htod_async)
-      .def_rw("event_record", &so::CudaApi::event_record)
-      .def_rw("get_error_string", &so::CudaApi::get_error_string)
-      .def_rw("context", &so::CudaApi::context)
-      .def_rw("upload_stream", &so::CudaApi::upload_stream)
-      .def_rw("stream_query", &so::CudaApi::stream_query)
-      .def_rw("download_stream", &so::CudaApi::download_stream)
-      .def_rw("launch_kernel", &so::CudaApi::launch_kernel)
-      .def_rw("cast_bf16", &so::CudaApi::cast_bf16)
-      .def_rw("cast_f16", &so::CudaApi::cast_f16);
-  nb::class_<so::BucketDesc>(m, "BucketDesc")
-      .def(nb::init<>())
-      .def_rw("master", &so::BucketDesc::master)
-      .def_rw("exp_avg", &so::BucketDesc::exp_avg)
-      .def_rw("exp_avg_sq", &so::BucketDesc::exp_avg_sq)
-      .def_rw("grad", &so::BucketDesc::grad)
-      .def_rw("grad_dtype", &so::BucketDesc::grad_dtype)
-      .def_rw("grad_cast", &so::BucketDesc::grad_cast)
-      .def_rw("out", &so::BucketDesc::out)
-      .def_rw("out_dtype", &so::BucketDesc::out_dtype)
-      .def_rw("out_separate", &so::BucketDesc::out_separate)
-      .def_rw("upload_from", &so::BucketDesc::upload_from)
-      .def_rw("upload_to", &so::BucketDesc::upload_to)
-      .def_rw("upload_bytes", &so::BucketDesc::upload_bytes)
-      .def_rw("stage", &so::BucketDesc::stage)
-      .def_rw("stage_numel", &so::BucketDesc::stage_numel)
-      .def("set_events",
-           [](so::BucketDesc& b, int parity, std::uintptr_t start, std::uintptr_t done) {
-             b.event_start[parity & 1] = start;
-             b.event_done[parity & 1] = done;
-           })
-      .def("add_segment", [](so::BucketDesc& b, std::int64_t param, std::int64_t start, std::int64_t numel) {
-        b.segments.push_back({param, start, numel});
-      });
-  nb::class_<so::StepDesc>(m, "StepDesc")
-      .def(nb::init<>())
-      .def_rw("sequence", &so::StepDesc::sequence)
-      .def_rw("ticket", &so::StepDesc::ticket)
-      .def_rw("ticket_value", &so::StepDesc::ticket_value)
-      .def_rw("partials", &so::StepDesc::partials)
-      .def_rw("partial_count", &so::StepDesc::partial_count)
-      .def_rw("max_norm", &so::StepDesc::max_norm)
-      .def_rw("unscale", &so::StepDesc::unscale)
-      .def_rw("active", &so::StepDesc::active)
-      .def_rw("steps", &so::StepDesc::steps)
-      .def_rw("groups", &so::StepDesc::groups)
-      .def_rw("param_count", &so::StepDesc::param_count)
-      .def_rw("order", &so::StepDesc::order)
-      .def("add_group", [](so::StepDesc& s, double lr, double b1, double b2, double eps, double wd) {
-        s.hyper.push_back({lr, b1, b2, eps, wd});
-      });
-  nb::class_<so::Worker>(m, "Worker")
-      .def("__init__",
-           [](so::Worker* self, int threads, const so::CudaApi& cuda) { new (self) so::Worker(threads, cuda); })
-      .def_prop_ro("threads", &so::Worker::threads)
-      .def("set_buckets",
-           [](so::Worker& w, nb::list list) {
-             std::vector<so::BucketDesc> buckets;
-             for (nb::handle h : list) buckets.push_back(nb::cast<const so::BucketDesc&>(h));
-             w.set_buckets(std::move(buckets));
-           })
-      .def("submit", [](so::Worker& w, const so::StepDesc& s) { w.submit(s); })
-      .def("wait_verdict",
-           [](so::Worker& w, std::int64_t sequence) { wait([&] { return w.wait_verdict(sequence, kSliceMs); }); })
-      .def("wait_bucket",
-           [](so::Worker& w, int bucket, std::int64_t sequence) {
-             wait([&] { return w.wait_bucket(bucket, sequence, kSliceMs); });
-           })
-      .def("wait_idle", [](so::Worker& w) { wait([&] { return w.wait_idle(kSliceMs); }); })
-      .def("verdict",
-           [](so::Worker& w) {
-             const so::Verdict v = w.verdict();
-             return nb::make_tuple(v.sequence, v.norm, v.coefficient, v.skipped, v.skips);
-           })
-      .def("trace", &so::Worker::trace)
-      .def("take_spans",
-           [](so::Worker& w) {
-             nb::list out;
-             for (const so::Span& s : w.take_spans())
-               out.append(nb::make_tuple(s.kind, s.bucket, s.sequence, s.begin_ns, s.end_ns));
-             return out;
-           })
-      .def("set_delay_us", &so::Worker::set_delay_us)
-      .def("close", &so::Worker::close, nb::call_guard<nb::gil_scoped_release>());
+  bind_worker(m);
 }
