@@ -28,6 +28,7 @@ void wait(F&& arrived) {
 }  // namespace
 
 void bind_worker(nb::module_& m) {
+  m.attr("UNDO_ESCAPE_BYTES") = sizeof(so::Escape);
   nb::class_<so::CudaApi>(m, "CudaApi")
       .def(nb::init<>())
       .def_rw("ctx_set_current", &so::CudaApi::ctx_set_current)
@@ -57,6 +58,17 @@ void bind_worker(nb::module_& m) {
       .def_rw("upload_bytes", &so::BucketDesc::upload_bytes)
       .def_rw("stage", &so::BucketDesc::stage)
       .def_rw("stage_numel", &so::BucketDesc::stage_numel)
+      .def("set_undo",
+           [](so::BucketDesc& b, std::uintptr_t p, std::uintptr_t mm, std::uintptr_t v, std::uintptr_t escapes,
+              std::uintptr_t counts) {
+             b.undo_p = p;
+             b.undo_m = mm;
+             b.undo_v = v;
+             b.undo_escapes = escapes;
+             b.undo_counts = counts;
+           })
+      .def("add_partials",
+           [](so::BucketDesc& b, std::int64_t first, std::int64_t count) { b.partial_runs.emplace_back(first, count); })
       .def("set_events",
            [](so::BucketDesc& b, int parity, std::uintptr_t start, std::uintptr_t done) {
              b.event_start[parity & 1] = start;
@@ -92,7 +104,14 @@ void bind_worker(nb::module_& m) {
              for (nb::handle h : list) buckets.push_back(nb::cast<const so::BucketDesc&>(h));
              w.set_buckets(std::move(buckets));
            })
+      .def("begin", [](so::Worker& w, const so::StepDesc& s) { w.begin(s); })
+      .def("arrive", &so::Worker::arrive)
       .def("submit", [](so::Worker& w, const so::StepDesc& s) { w.submit(s); })
+      .def("cancel",
+           [](so::Worker& w) {
+             const std::int64_t id = w.cancel();
+             wait([&] { return w.wait_cancel(id, kSliceMs); });
+           })
       .def("wait_verdict",
            [](so::Worker& w, std::int64_t sequence) { wait([&] { return w.wait_verdict(sequence, kSliceMs); }); })
       .def("wait_bucket",
@@ -104,6 +123,16 @@ void bind_worker(nb::module_& m) {
            [](so::Worker& w) {
              const so::Verdict v = w.verdict();
              return nb::make_tuple(v.sequence, v.norm, v.coefficient, v.skipped, v.skips);
+           })
+      .def("take_records",
+           [](so::Worker& w) {
+             nb::list out;
+             for (const so::StepRecord& r : w.take_records()) {
+               const so::Verdict& v = r.verdict;
+               out.append(nb::make_tuple(v.sequence, v.norm, v.coefficient, v.skipped, r.speculated, r.undone,
+                                         r.waiting_tiles, r.speculated_ns, r.undo_ns, r.after_ns));
+             }
+             return out;
            })
       .def("trace", &so::Worker::trace)
       .def("take_spans",

@@ -2,36 +2,30 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <stdexcept>
 
 namespace so {
 namespace {
 
-constexpr std::size_t kTile = 16384;  // elements per work item: 0.5 MB of traffic, small enough to balance threads
-constexpr std::size_t kMaxSpans = 1 << 16;
+constexpr std::size_t kMaxRecords = 4096;
 
-std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
+bool seen(std::uintptr_t ticket, std::int64_t value) {
+  return !ticket || __atomic_load_n(at<std::int64_t>(ticket), __ATOMIC_ACQUIRE) == value;
 }
 
-template <class T>
-T* at(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
+bool operator==(const AdamHyper& a, const AdamHyper& b) {
+  return a.lr == b.lr && a.beta1 == b.beta1 && a.beta2 == b.beta2 && a.eps == b.eps && a.weight_decay == b.weight_decay;
 }
-
-struct Tile {
-  std::int32_t segment;
-  std::int64_t start, numel;  // within the bucket
-};
 
 }  // namespace
 
 Worker::Worker(int threads, CudaApi cuda)
-    : pool_(threads), cuda_(cuda), process_(int(getpid())), thread_([this] { loop(); }) {}
+    : pool_(threads), update_(pool_, spans_), uploader_(cuda, pool_, spans_), process_(int(getpid())), thread_([this] {
+        loop();
+      }) {}
 
 Worker::~Worker() { close(); }
 
@@ -61,17 +55,37 @@ void Worker::set_buckets(std::vector<BucketDesc> buckets) {
   buckets_ = std::move(buckets);
 }
 
-void Worker::submit(StepDesc step) {
+void Worker::post(Message message) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_.empty()) throw std::runtime_error(failure_);
     if (stop_) throw std::runtime_error("the optimizer's worker is closed");
-    for (std::int32_t b : step.order)
-      if (b < 0 || std::size_t(b) >= buckets_.size())
-        throw std::runtime_error("a step names a bucket that does not exist");
-    queue_.push_back(std::move(step));
+    const std::int64_t count = std::int64_t(buckets_.size());
+    if (message.kind == Message::kArrive && (message.bucket < 0 || message.bucket >= count))
+      throw std::runtime_error("a bucket arrived that does not exist");
+    for (std::int32_t b : message.step.order)
+      if (b < 0 || b >= count) throw std::runtime_error("a step names a bucket that does not exist");
+    queue_.push_back(std::move(message));
   }
   work_->notify_one();
+}
+
+void Worker::begin(StepDesc step) { post({Message::kBegin, std::move(step)}); }
+
+void Worker::arrive(std::int32_t bucket, std::uintptr_t ticket, std::int64_t value) {
+  post({Message::kArrive, {}, bucket, ticket, value});
+}
+
+void Worker::submit(StepDesc step) { post({Message::kSubmit, std::move(step)}); }
+
+std::int64_t Worker::cancel() {
+  std::int64_t id;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    id = ++cancels_asked_;
+  }
+  post({Message::kCancel, {}, -1, 0, id});
+  return id;
 }
 
 bool Worker::failed_locked() {
@@ -92,6 +106,12 @@ bool Worker::wait_bucket(int bucket, std::int64_t sequence, int slice_ms) {
                              [&] { return done_.at(bucket) >= sequence || failed_locked(); });
 }
 
+bool Worker::wait_cancel(std::int64_t id, int slice_ms) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return progress_->wait_for(lock, std::chrono::milliseconds(slice_ms),
+                             [&] { return cancels_done_ >= id || failed_locked(); });
+}
+
 bool Worker::wait_idle(int slice_ms) {
   std::unique_lock<std::mutex> lock(mutex_);
   return progress_->wait_for(lock, std::chrono::milliseconds(slice_ms),
@@ -103,80 +123,155 @@ Verdict Worker::verdict() {
   return verdict_;
 }
 
-void Worker::trace(bool on) {
+std::vector<StepRecord> Worker::take_records() {
   std::lock_guard<std::mutex> lock(mutex_);
-  traced_ = on;
-  spans_.clear();
-  if (on) spans_.reserve(kMaxSpans);
-}
-
-std::vector<Span> Worker::take_spans() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<Span> taken = spans_;
-  spans_.clear();
+  std::vector<StepRecord> taken(records_.begin(), records_.end());
+  records_.clear();
   return taken;
-}
-
-void Worker::span(int kind, int bucket, std::int64_t sequence, std::int64_t begin) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (traced_ && spans_.size() < kMaxSpans) spans_.push_back({kind, bucket, sequence, begin, now_ns()});
-}
-
-void Worker::check(int code, const char* what) const {
-  if (code == 0) return;
-  const char* text = nullptr;
-  if (cuda_.get_error_string) at<int(int, const char**)>(cuda_.get_error_string)(code, &text);
-  throw std::runtime_error(std::string(what) + " failed in the optimizer's worker: CUDA driver error " +
-                           std::to_string(code) + (text ? std::string(" (") + text + ")" : std::string()));
 }
 
 void Worker::loop() {
   FloatEnvironment environment;
+  bool bound = false;
   for (;;) {
-    StepDesc step;
+    std::deque<Message> messages;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      running_ = false;
-      progress_->notify_all();
-      work_->wait(lock, [&] { return stop_ || !queue_.empty(); });
-      if (stop_) return;
-      step = std::move(queue_.front());
-      queue_.pop_front();
+      if (!has_work()) {
+        running_ = false;
+        if (queue_.empty()) progress_->notify_all();
+        work_->wait(lock, [&] { return stop_ || !queue_.empty(); });
+      }
+      if (stop_) break;
+      messages.swap(queue_);
       running_ = true;
     }
     try {
-      run(step);
+      if (!bound) uploader_.bind_thread();
+      bound = true;
+      for (Message& m : messages) {
+        take(m);
+        // A step is settled before the messages of the next one are looked at.
+        while (submitted_ && &m != &messages.back()) advance();
+      }
+      advance();
     } catch (const std::exception& e) {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!stop_) failure_ = e.what();
       running_ = false;
       queue_.clear();
+      submitted_.reset();
+      speculation_ = Speculation();
       progress_->notify_all();
     }
   }
+  try {
+    roll_back();  // an optimizer that is dropped between backward and step leaves the weights of its last step
+  } catch (const std::exception&) {
+    // The device is gone, and with it the weights.
+  }
 }
 
-// The copy stream writes the ticket after the last partial sum, so seeing it means that every gradient of this step is
-// in host memory. Spin for a moment, then sleep: the wait is as long as the rest of backward.
-void Worker::wait_for_ticket(const StepDesc& step) {
-  constexpr int kNotReady = 600;  // CUDA_ERROR_NOT_READY
-  auto* ticket = at<std::int64_t>(step.ticket);
-  for (int spins = 0; __atomic_load_n(ticket, __ATOMIC_ACQUIRE) != step.ticket_value; ++spins) {
-    if (abandon_.load(std::memory_order_relaxed)) throw std::runtime_error("closed while a step was in flight");
-    if (spins < 200) continue;
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
-    if (spins % 256 == 0 && cuda_.stream_query) {
-      const int code = at<int(void*)>(cuda_.stream_query)(at<void>(cuda_.download_stream));
-      if (code != kNotReady) check(code, "the download of gradients");
+void Worker::take(Message& m) {
+  switch (m.kind) {
+    case Message::kBegin:
+      speculation_ = Speculation();
+      speculation_.open = true;
+      speculation_.step = std::move(m.step);
+      speculation_.scale = float(speculation_.step.unscale);
+      break;
+    case Message::kArrive:
+      if (speculation_.open) speculation_.expected.push_back({m.bucket, m.ticket, m.value});
+      break;
+    case Message::kSubmit:
+      submitted_ = std::move(m.step);
+      submitted_ns_ = now_ns();
+      break;
+    case Message::kCancel: {
+      roll_back();
+      std::lock_guard<std::mutex> lock(mutex_);
+      cancels_done_ = m.value;
+      progress_->notify_all();
+      break;
     }
   }
 }
 
-void Worker::run(const StepDesc& step) {
-  if (cuda_.ctx_set_current) check(at<int(void*)>(cuda_.ctx_set_current)(at<void>(cuda_.context)), "cuCtxSetCurrent");
+bool Worker::has_work() const {
+  const Speculation& s = speculation_;
+  return submitted_ || !s.expected.empty() || (!s.stopped && !s.ready.empty());
+}
 
+// One thing at a time, the most urgent first, so that a verdict never waits for more than one bucket.
+void Worker::advance() {
+  if (abandon_.load(std::memory_order_relaxed)) {
+    if (submitted_) throw std::runtime_error("closed while a step was in flight");
+    return;
+  }
+  look_at_tickets();
+  if (submitted_ && seen(submitted_->ticket, submitted_->ticket_value)) {
+    const StepDesc step = std::move(*submitted_);
+    submitted_.reset();
+    settle(step);
+    naps_ = 0;
+    return;
+  }
+  Speculation& s = speculation_;
+  if (!s.stopped && !s.ready.empty()) {
+    const std::int32_t bucket = s.ready.back();  // newest first: the next forward needs it first
+    s.ready.pop_back();
+    speculate(bucket);
+    naps_ = 0;
+    return;
+  }
+  if (submitted_ || !s.expected.empty()) nap();
+}
+
+void Worker::look_at_tickets() {
+  Speculation& s = speculation_;
+  while (!s.expected.empty() && seen(s.expected.front().ticket, s.expected.front().value)) {
+    const std::int32_t bucket = s.expected.front().bucket;
+    s.expected.pop_front();
+    arrived(bucket);
+  }
+}
+
+void Worker::arrived(std::int32_t bucket) {
+  Speculation& s = speculation_;
+  const auto* partials = at<const double>(s.step.partials);
+  double sum = 0.0;
+  for (const auto& [first, count] : buckets_[bucket].partial_runs)
+    for (std::int64_t i = 0; i < count; ++i) sum += partials[first + i];
+  s.sum += sum;  // in order of arrival: it only decides when to stop, never what the coefficient is
+  // The sum only grows, so clipping is certain once it is past the bound, and a sum that is not finite stays so.
+  if (!std::isfinite(s.sum)) s.stopped = true;
+  if (s.step.max_norm >= 0.0 && std::sqrt(s.sum) * s.step.unscale > s.step.max_norm) s.stopped = true;
+  s.ready.push_back(bucket);
+}
+
+void Worker::speculate(std::int32_t bucket) {
+  const BucketDesc& b = buckets_[bucket];
+  if (!b.undo_counts) return;  // without a record it waits for the verdict
+  delay();
   const std::int64_t begin = now_ns();
-  if (step.ticket) wait_for_ticket(step);
+  Speculation& s = speculation_;
+  s.taken.push_back({bucket, update_.speculate(b, bucket, s.step, s.scale)});
+  s.spent_ns += now_ns() - begin;
+  uploader_.upload(b, bucket, s.step.sequence);
+}
+
+void Worker::roll_back() {
+  Speculation& s = speculation_;
+  for (auto taken = s.taken.rbegin(); taken != s.taken.rend(); ++taken) {
+    const BucketDesc& b = buckets_[taken->bucket];
+    delay();
+    update_.undo(b, taken->bucket, s.step, s.scale);
+    uploader_.upload(b, taken->bucket, s.step.sequence);
+  }
+  speculation_ = Speculation();
+}
+
+Verdict Worker::judge(const StepDesc& step) const {
   Verdict verdict;
   verdict.sequence = step.sequence;
   const double total = combine_partials(at<const double>(step.partials), std::size_t(step.partial_count));
@@ -186,7 +281,46 @@ void Worker::run(const StepDesc& step) {
     const double coefficient = step.max_norm / (verdict.norm + 1e-6);
     if (coefficient < 1.0) verdict.coefficient = float(coefficient);
   }
-  span(0, -1, step.sequence, begin);
+  return verdict;
+}
+
+bool Worker::same_arguments(const BucketDesc& b, const StepDesc& step, float scale) const {
+  const Speculation& s = speculation_;
+  if (scale != s.scale) return false;
+  const auto* groups = at<const std::int32_t>(step.groups);
+  return std::all_of(b.segments.begin(), b.segments.end(), [&](const SegmentDesc& segment) {
+    const std::size_t group = std::size_t(groups[segment.param]);
+    return group < step.hyper.size() && group < s.step.hyper.size() && step.hyper[group] == s.step.hyper[group];
+  });
+}
+
+void Worker::finish_bucket(std::int32_t bucket, std::int64_t sequence) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  done_[bucket] = sequence;
+  progress_->notify_all();
+}
+
+void Worker::settle(const StepDesc& step) {
+  StepRecord record;
+  record.verdict = judge(step);
+  spans_.add(kSpanVerdict, -1, step.sequence, submitted_ns_);
+  const std::int64_t decided = now_ns();
+  Verdict& verdict = record.verdict;
+  // Rounded once, so that the GPU, which holds the coefficient as an fp32 scalar, multiplies by the same number.
+  const float scale = float(step.unscale) * verdict.coefficient;
+  const Speculation& s = speculation_;
+  record.speculated = std::int32_t(s.taken.size());
+  record.speculated_ns = s.spent_ns;
+
+  // What is left to do with each bucket of the step.
+  enum Fate : std::uint8_t { kStep, kKeep, kFinish, kUndo, kRedo, kNothing };
+  std::vector<std::uint8_t> fates(buckets_.size(), verdict.skipped ? kNothing : kStep);
+  for (const Taken& t : s.taken) {
+    const bool kept = !verdict.skipped && same_arguments(buckets_[t.bucket], step, scale);
+    fates[t.bucket] = verdict.skipped ? kUndo : !kept ? kRedo : t.waiting ? kFinish : kKeep;
+    record.undone += kept ? 0 : 1;
+    record.waiting_tiles += t.waiting;
+  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     verdict.skips = verdict_.skips + (verdict.skipped ? 1 : 0);
@@ -194,123 +328,43 @@ void Worker::run(const StepDesc& step) {
       auto* steps = at<std::int64_t>(step.steps);
       const auto* active = at<const std::uint8_t>(step.active);
       for (std::int64_t i = 0; i < step.param_count; ++i) steps[i] += active[i];
-    } else {
-      for (std::int32_t b : step.order) done_[b] = step.sequence;
     }
+    for (std::int32_t b : step.order)
+      if (fates[b] == kKeep || fates[b] == kNothing) done_[b] = step.sequence;
     verdict_ = verdict;
-  }
-  progress_->notify_all();
-  if (verdict.skipped) return;
-
-  // Rounded once, so that the GPU, which holds the coefficient as an fp32 scalar, multiplies by the same number.
-  const float scale = float(step.unscale) * verdict.coefficient;
-  for (std::int32_t b : step.order) {
-    if (abandon_.load(std::memory_order_relaxed)) throw std::runtime_error("closed while a step was in flight");
-    if (const int us = delay_us_.load()) std::this_thread::sleep_for(std::chrono::microseconds(us));
-    update(step, b, scale);
-    upload(b, step.sequence);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      done_[b] = step.sequence;
-    }
     progress_->notify_all();
   }
-}
 
-void Worker::update(const StepDesc& step, int index, float scale) {
-  const BucketDesc& b = buckets_[index];
-  const KernelTable& k = kernels();
-  const auto* active = at<const std::uint8_t>(step.active);
-  const auto* steps = at<const std::int64_t>(step.steps);
-  const auto* groups = at<const std::int32_t>(step.groups);
-
-  std::vector<AdamScalars> scalars(b.segments.size());
-  std::vector<Tile> tiles;
-  for (std::size_t s = 0; s < b.segments.size(); ++s) {
-    const SegmentDesc& segment = b.segments[s];
-    if (!active[segment.param]) continue;  // no gradient, no update: as torch does
-    const std::int32_t group = groups[segment.param];
-    if (group < 0 || std::size_t(group) >= step.hyper.size())
-      throw std::runtime_error("parameter " + std::to_string(segment.param) + " is in group " + std::to_string(group) +
-                               ", but the step has " + std::to_string(step.hyper.size()));
-    scalars[s] = adam_scalars(step.hyper[group], steps[segment.param], scale);
-    for (std::int64_t from = 0; from < segment.numel; from += kTile) {
-      const std::int64_t left = segment.numel - from;
-      tiles.push_back({std::int32_t(s), segment.start + from, left < std::int64_t(kTile) ? left : std::int64_t(kTile)});
-    }
-  }
-  const std::size_t grad_size = dtype_bytes(b.grad_dtype), out_size = dtype_bytes(b.out_dtype);
-
-  if (b.grad_cast) {
+  for (std::int32_t bucket : step.order) {
+    if (fates[bucket] == kKeep || fates[bucket] == kNothing) continue;
+    if (abandon_.load(std::memory_order_relaxed)) throw std::runtime_error("closed while a step was in flight");
+    const BucketDesc& b = buckets_[bucket];
+    delay();
     const std::int64_t begin = now_ns();
-    pool_.for_each(tiles.size(), [&](std::size_t i) {
-      const Tile& t = tiles[i];
-      k.cast[b.grad_dtype][kF32](at<char>(b.grad) + t.start * grad_size, at<float>(b.grad_cast) + t.start, t.numel);
-    });
-    span(2, index, step.sequence, begin);
+    if (fates[bucket] == kStep) update_.step(b, bucket, step, scale);
+    if (fates[bucket] == kFinish) update_.step_waiting(b, bucket, step, scale);
+    if (fates[bucket] == kUndo) update_.undo(b, bucket, s.step, s.scale);
+    if (fates[bucket] == kRedo) update_.redo(b, bucket, s.step, s.scale, step, scale);
+    if (fates[bucket] == kUndo || fates[bucket] == kRedo) record.undo_ns += now_ns() - begin;
+    uploader_.upload(b, bucket, step.sequence);
+    finish_bucket(bucket, step.sequence);
   }
-  const bool fused_out = b.out && !b.out_separate;
-  const int grad_dtype = b.grad_cast ? int(kF32) : b.grad_dtype;
-  const AdamFn adam = k.adam[grad_dtype][fused_out ? b.out_dtype : int(kF32)];
-  const std::int64_t begin = now_ns();
-  pool_.for_each(tiles.size(), [&](std::size_t i) {
-    const Tile& t = tiles[i];
-    const void* g = b.grad_cast ? static_cast<const void*>(at<float>(b.grad_cast) + t.start)
-                                : static_cast<const void*>(at<char>(b.grad) + t.start * grad_size);
-    adam(at<float>(b.master) + t.start, at<float>(b.exp_avg) + t.start, at<float>(b.exp_avg_sq) + t.start, g,
-         fused_out ? at<char>(b.out) + t.start * out_size : nullptr, t.numel, scalars[t.segment]);
-  });
-  span(1, index, step.sequence, begin);
-  if (b.out && b.out_separate) {
-    const std::int64_t cast_begin = now_ns();
-    pool_.for_each(tiles.size(), [&](std::size_t i) {
-      const Tile& t = tiles[i];
-      k.cast[kF32][b.out_dtype](at<float>(b.master) + t.start, at<char>(b.out) + t.start * out_size, t.numel);
-    });
-    span(3, index, step.sequence, cast_begin);
-  }
+  record.after_ns = now_ns() - decided;
+  speculation_ = Speculation();
+  std::lock_guard<std::mutex> lock(mutex_);
+  records_.push_back(record);
+  if (records_.size() > kMaxRecords) records_.pop_front();
 }
 
-void Worker::upload(int index, std::int64_t sequence) {
-  const BucketDesc& b = buckets_[index];
-  if (!b.upload_to) return;
-  const std::uintptr_t target = b.stage ? b.stage : b.upload_to;
-  if (!cuda_.memcpy_htod_async) {
-    std::int64_t begin = now_ns();
-    std::memcpy(at<void>(target), at<void>(b.upload_from), std::size_t(b.upload_bytes));
-    span(4, index, sequence, begin);
-    if (!b.stage) return;
-    begin = now_ns();
-    const CastFn cast = kernels().cast[kF32][b.out_dtype];
-    const std::size_t n = std::size_t(b.stage_numel), size = dtype_bytes(b.out_dtype);
-    pool_.for_each((n + kTile - 1) / kTile, [&](std::size_t i) {
-      const std::size_t from = i * kTile, left = n - from;
-      cast(at<float>(b.stage) + from, at<char>(b.upload_to) + from * size, left < kTile ? left : kTile);
-    });
-    span(5, index, sequence, begin);
-    return;
-  }
-  void* stream = at<void>(cuda_.upload_stream);
-  auto* record = at<int(void*, void*)>(cuda_.event_record);
-  const std::uintptr_t begun = b.event_start[sequence & 1], done = b.event_done[sequence & 1];
-  if (begun) check(record(at<void>(begun), stream), "cuEventRecord");
-  check(at<int(std::uintptr_t, const void*, std::size_t, void*)>(cuda_.memcpy_htod_async)(
-            target, at<void>(b.upload_from), std::size_t(b.upload_bytes), stream),
-        "cuMemcpyHtoDAsync");
-  if (b.stage) {
-    // All uploads share one stream, so one staging buffer serves them all: the next copy starts after this cast.
-    std::uintptr_t source = b.stage, destination = b.upload_to;
-    std::uint64_t n = std::uint64_t(b.stage_numel);
-    void* arguments[] = {&source, &destination, &n};
-    constexpr unsigned kThreads = 256;
-    const unsigned blocks = unsigned((n + kThreads - 1) / kThreads);
-    using Launch =
-        int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
-    check(at<Launch>(cuda_.launch_kernel)(at<void>(b.out_dtype == kBF16 ? cuda_.cast_bf16 : cuda_.cast_f16), blocks, 1,
-                                          1, kThreads, 1, 1, 0, stream, arguments, nullptr),
-          "cuLaunchKernel");
-  }
-  check(record(at<void>(done), stream), "cuEventRecord");
+// A ticket comes when the device has got that far: spin for a moment, then sleep.
+void Worker::nap() {
+  if (++naps_ < 200) return;
+  std::this_thread::sleep_for(std::chrono::microseconds(20));
+  if (naps_ % 256 == 0) uploader_.check_download();
+}
+
+void Worker::delay() const {
+  if (const int us = delay_us_.load()) std::this_thread::sleep_for(std::chrono::microseconds(us));
 }
 
 }  // namespace so

@@ -18,14 +18,12 @@ from superoffload.layout import Bucket, TensorRef, cut_buckets
 from superoffload.plan import Plan
 from superoffload.profiler import Profile, rescale
 from superoffload.tracing import Kind, Lane
-from superoffload.units import ADAM_STREAM_BYTES, DTYPE_BYTES, GB
+from superoffload.units import ADAM_STREAM_BYTES, DTYPE_BYTES, GB, UNDO_BYTES
 
 RING_SLOTS = 4
 """Gradient buckets in flight on the GPU: packing of bucket k waits until bucket k - 4 has gone down the link."""
 VERDICT_S = 50e-6
 """Copy of the last partial sums and their addition on the host; assumed."""
-UNDO_BYTES = 3
-"""Bytes per parameter of the undo record that a speculative Adam writes."""
 
 
 @dataclass(slots=True)

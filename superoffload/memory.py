@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from superoffload.record import Record
-from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, GB
+from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, GB, UNDO_BYTES
 
 if TYPE_CHECKING:
     from superoffload.layout import Bucket
@@ -19,6 +19,8 @@ CUDA_CONTEXT_BYTES = 1_000_000_000
 """CUDA context, library workspaces and allocator slack kept free on a GPU; assumed."""
 HOST_RESERVE_BYTES = 4_000_000_000
 """System, Python and PyTorch on the host; assumed."""
+UNDO_TILE, UNDO_TILE_BYTES = 16384, 512 * 16 + 4
+"""Elements that share an escape list, and its bytes; csrc/undo.h."""
 SMALL_HOST_RESERVE_BYTES = 2_000_000_000
 """The same where GPU and CPU share one memory, as on a laptop; assumed."""
 
@@ -122,7 +124,7 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
     host: dict[str, int] = {
         ("moments" if pinned_master else "master weights and moments"): ADAM_STATE_BYTES * numel["cpu"] - pinned_master,
         "float32 gradient of one bucket": 4 * max(casts, default=0),
-        "undo records": graph.UNDO_BYTES * numel["cpu"] if plan.speculate == "on" else 0,
+        "undo records": 0 if plan.speculate == "off" else sum(_undo_bytes(b) for b in on_cpu),
     }
     if not hw.shared_memory or hw.gpu.peak_bf16_tflops:
         gpu["CUDA context and allocator"] = CUDA_CONTEXT_BYTES
@@ -134,6 +136,12 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
         gpu_capacity_bytes=0 if hw.shared_memory else round(hw.gpu.memory_gb * GB),
         host_capacity_bytes=round(hw.cpu.memory_gb * GB),
     )
+
+
+def _undo_bytes(bucket: Bucket) -> int:
+    """A bucket's undo record: `UNDO_BYTES` for each element, an escape list for each tile of a segment."""
+    tiles = sum(-(-s.numel // UNDO_TILE) for s in bucket.segments)
+    return UNDO_BYTES * bucket.numel + tiles * UNDO_TILE_BYTES
 
 
 def _weights(blocks: list[BlockProfile] | tuple[BlockProfile, ...]) -> int:

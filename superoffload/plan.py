@@ -67,6 +67,4 @@ class Plan(Record):
 def simulated_only(plan: Plan) -> str:
     """Say which choices of `plan` can be simulated while this version's engine refuses to train with them; empty
     where there are none. A test holds it against the engine."""
-    found = ["flow blocks"] if plan.flow_blocks else []
-    found += ["speculation"] if plan.speculate == "on" else []
-    return f"{' and '.join(found)}: simulated only, this version refuses to train with it" if found else ""
+    return "flow blocks: simulated only, this version refuses to train with them" if plan.flow_blocks else ""

@@ -96,10 +96,6 @@ class _Chooser:
         for name, choose in (("bucket_mb", self._bucket_mb), ("adam_threads", self._threads)):
             if name not in self.given:
                 fields[name] = choose()
-        if "speculate" not in self.given:
-            self.reasons["speculate"] = (
-                "auto: the engine decides; this version waits for the gradient norm, so it is simulated as off"
-            )
         for name, why in (
             ("micro_batch", "as profiled"),
             ("seq_len", "as profiled"),
@@ -108,8 +104,14 @@ class _Chooser:
             if name not in self.given:
                 self.reasons[name] = why
         plan = Plan(**fields)
+        alone = self.hw.shared_memory and not self.hw.gpu.peak_bf16_tflops
+        if alone and "speculate" not in self.given:
+            plan = plan.model_copy(update={"speculate": "off"})
+            self.reasons["speculate"] = "off: the CPU is the only processor here, so Adam can run under nothing"
         plan = self._casts(plan)
         plan = self._placement(plan)
+        if "speculate" not in self.given and not alone:
+            plan = self._speculation(plan)
         return plan.model_copy(update={"reasons": dict(self.reasons)})
 
     def _bucket_mb(self) -> float:
@@ -231,6 +233,21 @@ class _Chooser:
             "simulated; this version of the engine refuses to train with it)"
         )
         return plan.model_copy(update={"flow_blocks": spread_layers(self.profile, count)})
+
+    def _speculation(self, plan: Plan) -> Plan:
+        """Speculate where that shortens a step that commits, and its records fit the host's memory."""
+        waiting = plan.model_copy(update={"speculate": "off"})
+        ahead, behind = self._seconds(plan), self._seconds(waiting)
+        record = format_bytes(ledger(self.profile, plan).total("host") - ledger(self.profile, waiting).total("host"))
+        times = f"a step that commits takes {format_seconds(ahead)}, one that waits {format_seconds(behind)}"
+        if self._host_over(plan) > 0 >= self._host_over(waiting):
+            self.reasons["speculate"] = f"off: its undo records ({record}) do not fit the host's memory; {times}"
+            return waiting
+        if behind <= ahead * GOOD_ENOUGH:
+            self.reasons["speculate"] = f"off: {times}, which is not worth undo records of {record}"
+            return waiting
+        self.reasons["speculate"] = f"auto: {times}; the engine waits while most steps are clipped"
+        return plan
 
     def _weights(self) -> int:
         return sum(b.params * DTYPE_BYTES[b.dtype] for b in self.profile.blocks)

@@ -239,11 +239,11 @@ def _rates(graph: StepGraph) -> Callable[[list[int]], list[float]]:
 
 
 def resolve_speculation(plan: Plan) -> Plan:
-    """Resolve `auto`: today's engine waits for the gradient norm, so that is what is simulated."""
+    """Resolve `auto`: the engine speculates once most steps commit, and a step that commits is what is simulated."""
     if plan.speculate != "auto":
         return plan
-    reason = "auto is simulated as off: this version of the engine waits for the gradient norm before any Adam"
-    return plan.model_copy(update={"speculate": "off", "reasons": {**plan.reasons, "speculate": reason}})
+    reason = "auto is simulated as on: a step that is neither clipped nor skipped, as most are after the first ones"
+    return plan.model_copy(update={"speculate": "on", "reasons": {**plan.reasons, "speculate": reason}})
 
 
 def step_seconds(profile: Profile, plan: Plan) -> float:

@@ -15,6 +15,8 @@ ADAM_STATE_BYTES = 12
 """Bytes per parameter of fp32 master weight, first and second moment."""
 ADAM_STREAM_BYTES = 28
 """Bytes per parameter that a plain fp32 AdamW step moves: reads p, m, v, g and writes p, m, v."""
+UNDO_BYTES = 3
+"""Bytes per parameter of the undo record that a speculative step writes, escape lists apart."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -39,10 +39,8 @@ class Knob(W.VBox):  # type: ignore[misc]
         super().__init__([control, below], layout=W.Layout(width="100%", margin="0 0 1px 0", overflow="hidden"))
 
     def _by_hand(self, plan: Plan) -> str:
-        if self.field in ("flow_blocks", "speculate"):
-            alone = plan.replace(speculate="auto") if self.field == "flow_blocks" else plan.replace(flow_blocks=())
-            if simulated_only(alone):
-                return "by hand; simulated only, training refuses it"
+        if self.field == "flow_blocks" and simulated_only(plan):
+            return "by hand; simulated only, training refuses it"
         return "set by hand"
 
     def explain(self, plan: Plan, fixed: str | None) -> None:

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from superoffload.errors import InputError, NotSupported, did_you_mean
 from superoffload.kernels import available_cores
 from superoffload.plan import Plan
+
+
+class Hyper(NamedTuple):
+    """Hyperparameters of one parameter group in one step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class StepArguments(NamedTuple):
+    """What a step is taken with, besides the gradients."""
+
+    hyper: list[Hyper]
+    """By parameter group."""
+    max_norm: float | None
+    unscale: float = 1.0
+    """1 / loss scale."""
 
 
 def default_adam_threads() -> int:
@@ -55,12 +75,6 @@ def resolve_plan(plan: Plan | None, fields: dict[str, Any]) -> Plan:
             f"flow_blocks = {plan.flow_blocks}: the engine keeps all weights on the GPU",
             expected="flow_blocks = () for training (weight flow can be simulated)",
             remedy="Make the plan with flow=()",
-        )
-    if plan.speculate == "on":
-        raise NotSupported(
-            'speculate = "on": the engine waits for the gradient norm before it steps',
-            expected='"auto" or "off" for training (speculation can be simulated)',
-            remedy='Set speculate to "auto"',
         )
     return plan
 

@@ -50,6 +50,25 @@ class ManagedParam:
         return -(-self.numel // NORM_CHUNK)
 
 
+@dataclass(frozen=True, slots=True)
+class UndoMemory:
+    """Memory of one bucket's undo record, as csrc/undo.h wants it."""
+
+    low: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """One byte per element for p, m and v."""
+    escapes: torch.Tensor
+    counts: torch.Tensor
+
+    @staticmethod
+    def tiles(layout: Bucket) -> int:
+        """Tiles of a bucket: every segment has its own."""
+        return sum(-(-s.numel // native.UNDO_TILE) for s in layout.segments)
+
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        p, m, v = (x.data_ptr() for x in self.low)
+        return p, m, v, self.escapes.data_ptr(), self.counts.data_ptr()
+
+
 @dataclass(slots=True, eq=False)
 class BucketState:
     """Tensors and bookkeeping of one bucket; all flat, `layout.numel` elements."""
@@ -72,6 +91,8 @@ class BucketState:
     """Recorded after the upload of a step, by the parity of its sequence."""
     upload_start: tuple[Any, Any] = (None, None)
     """Recorded before it; only when a trace is wanted."""
+    undo: UndoMemory | None = None
+    """Record of the bucket's last speculative step; None where plan does not speculate."""
     sequence: int = 0
     """Last step that updates this bucket."""
 
@@ -169,6 +190,7 @@ class Arenas:
             dtype: self.host.zeros(sum(b.numel for b in cpu if b.dtype == dtype), DTYPES[dtype], pinned=True)
             for dtype in dict.fromkeys(b.dtype for b in cpu if b.dtype != "float32" and plan.cast_up != "gpu")
         }
+        undo = self._undo_memory(cpu) if plan.speculate != "off" else {}
         offset, held_offset, copy_offset = 0, dict.fromkeys(held, 0), dict.fromkeys(copies, 0)
         for b in layouts:
             retained = b.index >= first_retained
@@ -189,12 +211,30 @@ class Arenas:
                     state.out = copies[b.dtype][copy_offset[b.dtype] : copy_offset[b.dtype] + b.numel]
                     state.out.copy_(w)
                     copy_offset[b.dtype] += b.numel
+                state.undo = undo.get(b.index)
                 state.done = (device.new_event(timed=trace), device.new_event(timed=trace))
                 if trace:
                     state.upload_start = (device.new_event(timed=True), device.new_event(timed=True))
             state.table = device.chunk_table(self.chunks(b.segments))
             states.append(state)
         return states
+
+    def _undo_memory(self, layouts: Sequence[Bucket]) -> dict[int, UndoMemory]:
+        """Undo records of some buckets, by index. Pages of the escape lists are touched only where elements escape."""
+        total, tiles = sum(b.numel for b in layouts), [UndoMemory.tiles(b) for b in layouts]
+        low = [self.host.zeros(total, torch.uint8) for _ in range(3)]
+        escape_bytes = native.UNDO_ESCAPES * native.UNDO_ESCAPE_BYTES
+        escapes = self.host.zeros(sum(tiles) * escape_bytes, torch.uint8)
+        counts = self.host.zeros(sum(tiles), torch.int32)
+        found: dict[int, UndoMemory] = {}
+        start = tile = 0
+        for b, n in zip(layouts, tiles, strict=True):
+            p, m, v = (x[start : start + b.numel] for x in low)
+            found[b.index] = UndoMemory(
+                (p, m, v), escapes[tile * escape_bytes : (tile + n) * escape_bytes], counts[tile : tile + n]
+            )
+            start, tile = start + b.numel, tile + n
+        return found
 
     def _adopt(self, dtype: str, arena: torch.Tensor, starts: dict[int, int]) -> None:
         """Move the parameters of `dtype` into the arena. A parameter that spans buckets stays in one piece: only a
@@ -217,6 +257,18 @@ class Arenas:
             for k, i in enumerate(range(0, s.numel, NORM_CHUNK)):
                 found.append((s.start + i, min(NORM_CHUNK, s.numel - i), first + k))
         return found
+
+    def partial_runs(self, segments: Sequence[Segment]) -> list[tuple[int, int]]:
+        """(first, count) of the partial sums of some segments, neighbours joined."""
+        runs: list[tuple[int, int]] = []
+        for first, count in sorted(
+            (self.params[s.tensor].first_partial + s.offset // NORM_CHUNK, -(-s.numel // NORM_CHUNK)) for s in segments
+        ):
+            if runs and sum(runs[-1]) == first:
+                runs[-1] = (runs[-1][0], runs[-1][1] + count)
+            else:
+                runs.append((first, count))
+        return runs
 
     def describe(self, device: Device) -> list[Any]:
         """The CPU buckets as the native worker wants them, at their own indices (retained ones stay empty)."""
@@ -252,7 +304,11 @@ class Arenas:
             for parity in (0, 1):
                 start, done = b.upload_start[parity], b.done[parity]
                 d.set_events(parity, device.event_handle(start), device.event_handle(done))
+            if b.undo is not None:
+                d.set_undo(*b.undo.addresses())
             for s in b.layout.segments:
                 d.add_segment(s.tensor, s.start, s.numel)
+            for first, count in self.partial_runs(b.layout.segments):
+                d.add_partials(first, count)
         self._scratch = scratch  # the worker holds only its address
         return descriptions

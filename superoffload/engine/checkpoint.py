@@ -32,7 +32,7 @@ def snapshot(engine: Engine) -> Snapshot:
     return {
         p.name: {
             "step": int(engine.steps[p.index]),
-            **{kind: engine.gather(p, kind).clone() for kind in ("master", *MOMENTS)},
+            **{kind: engine.weights.gather(p, kind).clone() for kind in ("master", *MOMENTS)},
         }
         for p in engine.params
     }
@@ -44,7 +44,7 @@ def restore(engine: Engine, kept: Snapshot) -> None:
         if p.name in kept:
             engine.steps[p.index] = kept[p.name]["step"]
             for kind in ("master", *MOMENTS):
-                engine.scatter(p, kind, kept[p.name][kind])
+                engine.weights.scatter(p, kind, kept[p.name][kind])
 
 
 def _torch_order(optimizer: OffloadAdamW) -> list[Any]:
@@ -63,9 +63,12 @@ def state_dict(optimizer: OffloadAdamW) -> dict[str, Any]:
         step = int(engine.steps[p.index])
         if step == 0:
             continue
-        state[i] = {"step": torch.tensor(float(step), device="cpu"), **{k: engine.gather(p, k) for k in MOMENTS}}
+        state[i] = {
+            "step": torch.tensor(float(step), device="cpu"),
+            **{k: engine.weights.gather(p, k) for k in MOMENTS},
+        }
         if p.dtype != "float32":
-            state[i]["master"] = engine.gather(p, "master")
+            state[i]["master"] = engine.weights.gather(p, "master")
     groups, start = [], 0
     for group in optimizer.param_groups:
         n = len(group["params"])
@@ -105,12 +108,12 @@ def load_state_dict(optimizer: OffloadAdamW, given: dict[str, Any]) -> None:
     for p in engine.params:
         if p.index not in loaded:
             for kind in MOMENTS:
-                engine.scatter(p, kind, torch.zeros(p.numel, device="cpu"))
+                engine.weights.scatter(p, kind, torch.zeros(p.numel, device="cpu"))
     for p, values in loads:
         engine.steps[p.index] = int(values["step"])
         for kind in ("master", *MOMENTS):
             if kind in values:
-                engine.scatter(p, kind, values[kind])
+                engine.weights.scatter(p, kind, values[kind])
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({k: v for k, v in saved.items() if k != "params"})
     optimizer._show_steps()
@@ -130,7 +133,7 @@ def save(optimizer: OffloadAdamW, path: str | os.PathLike[str]) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for p in engine.params:
         for kind in ("master", *MOMENTS):
-            tensors[f"{kind}/{p.name}"] = engine.gather(p, kind).contiguous()
+            tensors[f"{kind}/{p.name}"] = engine.weights.gather(p, kind).contiguous()
     names = {id(p.param): p.name for p in engine.params}
     groups = [
         {**{k: group[k] for k in group if k != "params" and _is_plain(group[k])},
@@ -171,7 +174,7 @@ def load(optimizer: OffloadAdamW, path: str | os.PathLike[str]) -> None:
             for p in engine.params:
                 engine.steps[p.index] = steps[p.name]
                 for kind in ("master", *MOMENTS):
-                    engine.scatter(p, kind, f.get_tensor(f"{kind}/{p.name}"))
+                    engine.weights.scatter(p, kind, f.get_tensor(f"{kind}/{p.name}"))
             optimizer._show_steps()
             _load_groups(optimizer, json.loads(metadata["param_groups"]))
     except SafetensorError as e:

@@ -53,13 +53,18 @@ class GradientCollector:
         """Parameters whose gradient has been taken since the last step."""
         self._live: set[int] = set()
         """Parameters whose partial sums are not zero."""
+        self._touched: set[int] = set()
+        """Buckets that have been sent since the last step, whole or in part."""
         self._warned = False
 
-    def take(self, p: ManagedParam) -> None:
-        """Take `p`'s gradient and drop it. A second one since the last step is added to the first."""
+    def take(self, p: ManagedParam) -> list[BucketState]:
+        """Take `p`'s gradient and drop it. A second one since the last step is added to the first.
+
+        Returns the buckets that this gradient has filled and sent on their way, whole and for the first time.
+        """
         grad = p.param.grad
         if grad is None:
-            return
+            return []
         # Slots, partial sums and held gradients are ordered on one stream at a time: a gradient that comes on another
         # one first waits for all that was done on the last.
         self._stream = self._device.continue_from(self._stream)
@@ -71,6 +76,7 @@ class GradientCollector:
         self._live.add(p.index)
         flat = grad.detach().reshape(-1)
         p.param.grad = None
+        filled: list[BucketState] = []
         for index, segment in p.places:
             state = self._arenas.buckets[index]
             target = self._landing(state)
@@ -81,6 +87,10 @@ class GradientCollector:
             pending.append(segment)
             if len(pending) == len(state.layout.segments):
                 self._flush(state)
+                if index not in self._touched:
+                    filled.append(state)
+                self._touched.add(index)
+        return filled
 
     def finish(self) -> None:
         """Send what has not been sent, and zero the partial sums of parameters without a gradient in this step."""
@@ -91,6 +101,7 @@ class GradientCollector:
             p = self._arenas.params[i]
             self.partials[p.first_partial : p.first_partial + p.chunks].zero_()
         self._live &= self.collected
+        self._touched.clear()
 
     def discard(self) -> None:
         """Forget every gradient taken since the last step (`zero_grad` without `step`)."""
@@ -98,6 +109,7 @@ class GradientCollector:
             self._free.append(slot)
         self._open.clear()
         self._pending.clear()
+        self._touched.clear()
         self.collected.clear()
 
     def _landing(self, state: BucketState) -> torch.Tensor:
@@ -106,7 +118,9 @@ class GradientCollector:
         slot = self._open.get(state.index)
         if slot is None:
             if not self._free:  # gradients came in an unexpected order: send the bucket that has waited longest
-                self._flush(self._arenas.buckets[next(iter(self._open))])
+                longest = next(iter(self._open))
+                self._touched.add(longest)
+                self._flush(self._arenas.buckets[longest])
             slot = self._free.pop(0)
             if slot.used:
                 self._device.compute_waits(slot.sent)  # its last bucket must have left before it is overwritten

@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 from superoffload.engine import checkpoint
-from superoffload.engine.arguments import accelerate_syncs, check_hyper, resolve_plan
+from superoffload.engine.arguments import Hyper, StepArguments, accelerate_syncs, check_hyper, resolve_plan
 from superoffload.engine.blocks import find_blocks
 from superoffload.engine.buckets import DTYPES, ManagedParam, plan_layout
-from superoffload.engine.retained import Hyper
-from superoffload.engine.stats import Stats
+from superoffload.engine.stats import Stats, StepLog, StepRecord, verdict_word
 from superoffload.engine.stepper import Engine
 from superoffload.errors import EngineError, InputError, NotSupported
 from superoffload.memory import Ledger, LedgerItem
@@ -96,8 +95,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._taken: dict[int, int] = {}
         self._late: set[int] = set()
         self._sync = True
-        self._steps_before = self._skips_before = 0
-        """Counts of the engines that this one replaced."""
+        self._log = StepLog()
+        self._skips_before = 0
+        """Of the engines that this one replaced."""
         self._engine: Engine | None = None
         self._names = {id(p): name for name, p in model.named_parameters()}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -161,8 +161,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         layouts = plan_layout(managed, len(blocks), self.plan)
         self._close_previous()
         self._engine = Engine(
-            self.model, blocks, managed, layouts, self.plan, trace=self._record_trace, collects=self._collects
-        )
+            self.model, blocks, managed, layouts, self.plan, trace=self._record_trace, collects=self._collects,
+            arguments=self._arguments, log=self._log,
+        )  # fmt: skip
         self._managed = managed
         self._unmanaged = [p for p in self.model.parameters() if id(p) in group_of and id(p) not in block_of]
 
@@ -172,7 +173,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         engine.synchronize()
         engine.collector.give_back()
         kept = checkpoint.snapshot(engine)
-        self._steps_before += engine.sequence
+        self._log.steps_before += engine.sequence
         self._skips_before += engine.worker.verdict()[4]
         engine.close()
         del engine
@@ -232,10 +233,18 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._taken[p.index] = self._taken.get(p.index, 0) + 1
         return True
 
+    def _arguments(self) -> StepArguments:
+        """What a step would be taken with now."""
+        hyper = [
+            Hyper(float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]))
+            for g in self.param_groups
+        ]
+        return StepArguments(hyper, self.max_grad_norm)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those already taken, unless `step()` has consumed them."""
         if self._engine is not None:
-            self._engine.collector.discard()
+            self._engine.discard()
         self._fired.clear()
         self._taken.clear()
         super().zero_grad(set_to_none=set_to_none)
@@ -251,10 +260,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        hyper: list[Hyper] = [
-            Hyper(float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]))
-            for g in self.param_groups
-        ]
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise InputError(f"max_grad_norm = {self.max_grad_norm}", expected="more than 0, or None for no clipping")
         if any(p.grad is not None for p in self._unmanaged):
@@ -265,7 +270,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._late = again | {i for i, n in self._taken.items() if n > 1}
         self._fired.clear()
         self._taken.clear()
-        if self.engine.step(hyper, self.max_grad_norm) and not self.state:
+        if self.engine.step(self._arguments()) and not self.state:
             self._show_steps()
         return loss
 
@@ -280,20 +285,29 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Verdict and norm of the last step (waits for that verdict, not for the update), and memory in use."""
         engine = self.engine
         sequence, norm, coefficient, skipped, skips = engine.worker.wait_verdict(engine.sequence)
-        verdict = "none" if not sequence else "skip" if skipped else "clip" if coefficient < 1.0 else "commit"
+        verdict = verdict_word(skipped=skipped, coefficient=coefficient) if sequence else "none"
         cpu = sum(b.layout.params for b in engine.arenas.cpu_buckets)
         host = engine.arenas.host
         return Stats(
-            step=self._steps_before + sequence,
+            step=self._log.steps_before + sequence,
             verdict=verdict,
             grad_norm=norm if sequence else None,
             clip_coefficient=coefficient,
             skipped=self._skips_before + skips,
+            speculated=sum(1 for r in self.ledger if r.speculated),
+            undone=sum(1 for r in self._log.records if r.undone),
             cpu_params=cpu,
             gpu_params=sum(b.layout.params for b in engine.arenas.buckets) - cpu,
             pinned_bytes=host.pinned_bytes,
             host_bytes=host.pinned_bytes + host.pageable_bytes,
         )
+
+    @property
+    def ledger(self) -> tuple[StepRecord, ...]:
+        """What the last steps did and cost, oldest first; steps that are still being updated are not in it yet."""
+        if self._engine is not None:
+            self._engine.collect_records()
+        return tuple(self._log.records)
 
     def memory(self) -> Ledger:
         """Bytes that the engine holds now."""

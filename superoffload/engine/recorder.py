@@ -26,6 +26,7 @@ _WORKER_KINDS: dict[int, tuple[Lane, Kind]] = {
     3: ("cpu_adam", "cpu_cast"),
     4: ("link_up", "copy_up"),
     5: ("gpu", "cast"),
+    6: ("cpu_adam", "undo"),
 }
 KEEP_STEPS = 8
 """Steps that are kept; older marks are dropped, so that recording does not grow."""

@@ -7,25 +7,17 @@ host waits for nothing; where the CPU is the device, the worker's own verdict is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 
+from superoffload.engine.arguments import Hyper, StepArguments
 from superoffload.engine.buckets import Arenas, BucketState
 from superoffload.engine.device import Device
 from superoffload.engine.recorder import Recorder
 from superoffload.engine.worker import Verdict
 from superoffload.kernels import adam_scalars, adam_step
-
-
-class Hyper(NamedTuple):
-    """Hyperparameters of one parameter group in one step."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
 
 
 class RetainedUpdate:
@@ -45,8 +37,7 @@ class RetainedUpdate:
 
     def update(
         self,
-        hyper: Sequence[Hyper],
-        max_norm: float | None,
+        arguments: StepArguments,
         active: Sequence[int],
         counts: Sequence[int],
         verdict: Callable[[], Verdict],
@@ -54,36 +45,39 @@ class RetainedUpdate:
         """Enqueue the update.
 
         Args:
+            arguments: hyperparameters, bound of the norm and scale of the step.
             active: per parameter, 1 where it had a gradient in this step.
             counts: per parameter, the step count that it has when this step is committed.
             verdict: waits for the worker's verdict; called only where the CPU is the device.
         """
         if not self._buckets:
             return
-        coefficient = 1.0
+        hyper, max_norm, unscale = arguments
+        scale = unscale
         if self._judge is not None:
-            self._judge.judge(self._partials, max_norm, 1.0)
+            self._judge.judge(self._partials, max_norm, unscale)
         else:
             _, _, coefficient, skipped, _ = verdict()
             if skipped:
                 return
+            scale = float(np.float32(unscale) * np.float32(coefficient))  # as the worker rounds it
         for b in self._buckets:
             start = self._recorder.mark(self._device)
             for span, group, count in self._runs(b, hyper, counts, active):
-                self._launch(b, span, hyper[group], count, coefficient)
+                self._launch(b, span, hyper[group], count, scale)
             self._recorder.add("gpu", "gpu_adam", start, self._recorder.mark(self._device), bucket=b.index)
         self._device.record(self.done)
 
-    def _launch(self, b: BucketState, span: slice, h: Hyper, count: int, coefficient: float) -> None:
+    def _launch(self, b: BucketState, span: slice, h: Hyper, count: int, scale: float) -> None:
         weights = None if b.layout.dtype == "float32" else b.weights[span]
         arrays = (b.master[span], b.exp_avg[span], b.exp_avg_sq[span], b.grad[span])
         if self._judge is None:
-            adam_step(*arrays, **h._asdict(), step=count, grad_scale=coefficient, out16=weights)
+            adam_step(*arrays, **h._asdict(), step=count, grad_scale=scale, out16=weights)
             return
         from superoffload.kernels import gpu
 
         scalars = adam_scalars(**h._asdict(), step=count)
-        gpu.adam_step(*arrays, weights, self._judge.coefficient, self._judge.skip, 1.0, scalars)
+        gpu.adam_step(*arrays, weights, self._judge.coefficient, self._judge.skip, scale, scalars)
 
     def _runs(
         self, b: BucketState, hyper: Sequence[Hyper], counts: Sequence[int], active: Sequence[int]

@@ -8,12 +8,15 @@ Thread and stream order, in one place:
    read every gradient and every partial sum of the step.
 3. The worker sees the ticket, decides the verdict, updates the buckets that the next forward needs first, and enqueues
    each upload on the upload stream, which has waited for this step's backward to stop reading the weights.
+   A step that speculates has a ticket for each bucket besides (speculation.py): then update and upload come before the
+   verdict, into weights that backward is done with, and the verdict leaves them, takes them back or takes them anew.
 4. A block's forward waits **on the host** until the worker has enqueued its buckets (a stream wait on an event that
    nobody has recorded is no wait at all), then makes the compute stream wait for the upload's event.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,14 +24,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from superoffload.engine.arguments import StepArguments
 from superoffload.engine.blocks import Block
-from superoffload.engine.buckets import DTYPES, Arenas, ManagedParam
+from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
 from superoffload.engine.device import device_for
 from superoffload.engine.gradients import GradientCollector, collect_hook
 from superoffload.engine.hooks import BlockHook, SyncHook
 from superoffload.engine.interrupts import uninterrupted
 from superoffload.engine.recorder import KEEP_STEPS, Recorder
-from superoffload.engine.retained import Hyper, RetainedUpdate
+from superoffload.engine.retained import RetainedUpdate
+from superoffload.engine.speculation import Gate, Speculation
+from superoffload.engine.stats import StepLog
+from superoffload.engine.weights import Weights
 from superoffload.engine.worker import Lifeline, WorkerFace
 from superoffload.errors import EngineError, InputError
 from superoffload.kernels import native
@@ -43,6 +50,8 @@ class Engine:
         model: hooks are set on its blocks.
         params: what is trained, in the model's order. layouts: their buckets (`buckets.plan_layout`).
         collects: asked in every gradient hook whether this backward is the last one before the step.
+        arguments: what a step would be taken with now; asked at the first gradient of a step that may speculate.
+        log: what finished steps did; outlives the engine.
     """
 
     def __init__(
@@ -55,6 +64,8 @@ class Engine:
         *,
         trace: bool,
         collects: Callable[[ManagedParam], bool],
+        arguments: Callable[[], StepArguments],
+        log: StepLog,
     ):
         devices = {p.param.device for p in params}
         if len(devices) != 1:
@@ -73,6 +84,8 @@ class Engine:
         self.recorder = life.recorder = Recorder(self.device, on=trace)
         self.worker = life.worker = WorkerFace(plan.adam_threads, self.arenas, self.device, trace=trace)
         self.collector = GradientCollector(self.arenas, self.device, self.recorder, self.worker)
+        self.weights = Weights(self.arenas)
+        self.log = log
         self.sequence = 0
         """Steps submitted; the worker's clock. Skipped ones count here, not in `steps`."""
         # Named devices: the worker reads these on the host, whatever torch's default device is.
@@ -87,6 +100,12 @@ class Engine:
             self._host_partials = self.arenas.host.zeros(self.arenas.partial_count, torch.float64, pinned=True)
             self._device_ticket = torch.zeros(1, dtype=torch.int64, device=self.device.device)
         life.tensors += [self.steps, self._groups, *self._active, self._ticket, self._host_partials]
+        self._arguments = weakref.WeakMethod(arguments)
+        self.speculation = Speculation(self.arenas, self.device, self.worker, self.collector.partials,
+                                       self._host_partials)  # fmt: skip
+        life.tensors += self.speculation.tensors
+        self.gate = Gate(plan.speculate, clips=arguments().max_norm is not None)
+        self._waited_s = 0.0
         self._order = [b.index for b in reversed(self.arenas.buckets) if not b.retained]
         self._retained = RetainedUpdate(self.arenas, self.device, self.collector.partials, self.recorder)
         self._ready: list[dict[int, int]] = [{} for _ in self.blocks]
@@ -97,10 +116,12 @@ class Engine:
         self._unentered: set[int] = set()
         self._unsettled = False
         self._worker_spans: list[tuple[int, int, int, int, int]] = []
-        self._versions = [p.param._version for p in self.params]
         self._by_block: list[list[ManagedParam]] = [[] for _ in self.blocks]
         for p in self.params:
             self._by_block[p.block].append(p)
+        self._params_of = [[self.params[i] for i in {s.tensor: 0 for s in b.layout.segments}]
+                           for b in self.arenas.buckets]  # fmt: skip
+        """Parameters with a part in each bucket."""
         self._install(model, collects, life.handles)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -148,13 +169,42 @@ class Engine:
                 )
             self._unentered.add(p.block)
         self._with_gradient.add(p.block)
-        self._before_gradient()
-        self.collector.take(p)
+        if not self.collector.collected:
+            self._begin()
+        elif p.index in self.collector.collected:
+            self.cancel_speculation()  # a second backward: what was held is no longer this parameter's gradient
+        for state in self.collector.take(p):
+            self._arrive(state)
+
+    def _begin(self) -> None:
+        """The first gradient of a step."""
+        self._after_verdict()
+        arguments = self._arguments()
+        # The first step shows how often each gradient fires: a weight that is used twice is not complete at once.
+        if arguments is not None and self.sequence and self.gate.open and self._order:
+            self.speculation.begin(self._describe(self.sequence + 1, arguments()))
+
+    def _arrive(self, state: BucketState) -> None:
+        if self.speculation.open and not state.retained:
+            # A graph that would read these weights once more has to fail loudly: they are about to change.
+            self.weights.bump(self._params_of[state.index])
+            self.speculation.arrive(state)
+
+    def cancel_speculation(self) -> None:
+        """Take back what was speculated on gradients that are not yet a step's; they stay collected."""
+        for state in self.speculation.cancel():
+            for event in state.done:
+                self.device.compute_waits(event)
+            self.weights.bump(self._params_of[state.index])
+            for block in state.layout.blocks:
+                self._ready[block].clear()  # other streams have to wait for these uploads too
 
     def ready(self, block: int) -> None:
         """Make the current stream safe to read `block`'s weights: called before its forward."""
         if self._unsettled:
             self._settle_blocks()
+        if self.speculation.touches(block):
+            self.cancel_speculation()  # a forward before step(): it reads the weights of the last step
         self._entered.add(block)
         self._wait_block(block)
 
@@ -167,56 +217,62 @@ class Engine:
             if state.retained:
                 self.device.compute_waits(self._retained.done)
                 continue
+            begin = time.perf_counter()
             self.worker.wait_bucket(state)
+            self._waited_s += time.perf_counter() - begin
             for event in state.done:  # both: the last step may have been skipped, and then the one before counts
                 self.device.compute_waits(event)
-        self._bump(self._by_block[block])
+        self.weights.bump(self._by_block[block])
         self._ready[block][stream] = self.sequence
 
-    def _bump(self, params: Sequence[ManagedParam]) -> None:
-        """Tell autograd that these weights are new: a graph that saved older ones must not be used. Once when the step
-        is submitted, and again when they have arrived, for a graph that read them in between."""
-        torch.autograd.graph.increment_version([p.param for p in params])
-        for p in params:
-            self._versions[p.index] = p.param._version
-
-    def _before_gradient(self) -> None:
+    def _after_verdict(self) -> None:
         """The last step's partial sums and verdict must be settled before new ones are written."""
         if not self.collector.collected:
             self.worker.wait_verdict(self.sequence)
+            self.collect_records()
+
+    def collect_records(self) -> None:
+        """Put what finished steps did into the log; the gate learns from it."""
+        new = self.log.extend(self.worker.take_records(), self._waited_s)
+        if new:
+            self._waited_s = 0.0
+        for record in new:
+            self.gate.observe(record)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def step(self, hyper: Sequence[Hyper], max_norm: float | None) -> bool:
+    def step(self, arguments: StepArguments) -> bool:
         """Submit one step over the gradients taken so far. Returns False when there were none.
 
         The call does not wait for the update: the next forward does, block by block.
         """
         with self.device.guard():
-            return self._step(hyper, max_norm)
+            return self._step(arguments)
 
-    def _step(self, hyper: Sequence[Hyper], max_norm: float | None) -> bool:
+    def _step(self, arguments: StepArguments) -> bool:
         self.recorder.end_backward()
-        self._check_storage()
+        self.weights.check_storage()
         for p in self.params:  # what no hook took: under no_sync, or set by hand
             if p.param.grad is not None:
-                self._before_gradient()
+                self._after_verdict()
+                if p.index in self.collector.collected:
+                    self.cancel_speculation()
                 self.collector.take(p)
         if not self.collector.collected:
             return False
         self.collector.finish()
-        self.adopt_edits()
+        self._adopt_edits()
         # A recorded step ends where its update begins, so that an update always lies in the step that it overlaps.
         self.recorder.end_step()
         with uninterrupted():
-            self._submit(hyper, max_norm)
+            self._submit(arguments)
         # From here on the step is whole; an interrupted wait is taken up again by the next forward.
         self._settle_blocks()
         if self.recorder.on:
             self._keep_spans()
         return True
 
-    def _submit(self, hyper: Sequence[Hyper], max_norm: float | None) -> None:
+    def _submit(self, arguments: StepArguments) -> None:
         sequence = self.sequence + 1
         # The worker reads this until the step's last bucket. The step before the last is done with the other one: its
         # successor has been judged.
@@ -233,37 +289,29 @@ class Engine:
                 self._device_ticket.fill_(self._ticket_value)
                 self._ticket.copy_(self._device_ticket, non_blocking=True)
             self.device.up_waits_for_compute()
-        self.worker.submit(self._describe(sequence, hyper, max_norm, active))
+        step = self._describe(sequence, arguments)
+        step.ticket = self._ticket.data_ptr() if self.device.is_cuda else 0
+        step.ticket_value, step.active, step.order = self._ticket_value, active.data_ptr(), self._order
+        self.worker.submit(step)
+        self.speculation.submitted()
         self.sequence = sequence
         for b in self.arenas.cpu_buckets:
             b.sequence = sequence
         self._unsettled = True
-        self._retained.update(hyper, max_norm, active.tolist(), counts, lambda: self.worker.wait_verdict(self.sequence))
-        self._bump([p for p in self.params if active[p.index]])
+        self._retained.update(arguments, active.tolist(), counts, lambda: self.worker.wait_verdict(self.sequence))
+        self.weights.bump([p for p in self.params if active[p.index]])
         self.collector.collected.clear()
 
-    def _check_storage(self) -> None:
-        """The weights must still lie in the arena: elsewhere they would never see an update."""
-        for p in self.params:
-            if p.places and p.param.data_ptr() != p.address:
-                raise EngineError(
-                    f"the storage of {p.name} was replaced (by model.to(...) or `p.data = ...`)",
-                    expected="weights to stay where the optimizer put them; writing into them in place is fine",
-                    remedy="Move or cast the model first and make the OffloadAdamW afterwards; state_dict() carries "
-                    "the moments over",
-                )
-
-    def _describe(self, sequence: int, hyper: Sequence[Hyper], max_norm: float | None, active: torch.Tensor) -> Any:
+    def _describe(self, sequence: int, arguments: StepArguments) -> Any:
+        """A step as the worker wants it, but for what is only known once it is submitted."""
         d = native.StepDesc()
         d.sequence = sequence
-        d.ticket = self._ticket.data_ptr() if self.device.is_cuda else 0
-        d.ticket_value = self._ticket_value
         d.partials, d.partial_count = self._host_partials.data_ptr(), self._host_partials.numel()
-        d.max_norm = -1.0 if max_norm is None else float(max_norm)
-        d.active, d.steps, d.groups = active.data_ptr(), self.steps.data_ptr(), self._groups.data_ptr()
+        d.max_norm = -1.0 if arguments.max_norm is None else float(arguments.max_norm)
+        d.unscale = arguments.unscale
+        d.steps, d.groups = self.steps.data_ptr(), self._groups.data_ptr()
         d.param_count = len(self.params)
-        d.order = self._order
-        for h in hyper:
+        for h in arguments.hyper:
             d.add_group(*h)
         return d
 
@@ -287,57 +335,31 @@ class Engine:
         """Wait until every weight of the last step is where the model reads it."""
         with self.device.guard():
             self.worker.wait_verdict(self.sequence)
-            self._check_storage()
+            self.weights.check_storage()
+            self._adopt_edits()
+            self.cancel_speculation()
             for block in range(len(self.blocks)):
                 self._wait_block(block)
-            self.adopt_edits()
             self.device.synchronize_compute()
 
-    def adopt_edits(self) -> None:
-        """Carry weights that somebody has written in place (a loaded checkpoint, a clamp) into the fp32 masters, as
-        torch's AdamW would see them. Where a weight still is its master rounded, the master is kept.
-
-        Edits are noticed by the parameter's version counter; one through `p.data` does not count there.
-        """
-        edited = [p for p in self.params if p.param._version != self._versions[p.index]]
+    def _adopt_edits(self) -> None:
+        """Weights that somebody has written in place are the ones to step from."""
+        edited = self.weights.edited()
+        if not edited:
+            return
+        if self.speculation.open:  # taking back would write over what was written
+            written = [p.param.detach().clone() for p in edited]
+            self.cancel_speculation()
+            for p, value in zip(edited, written, strict=True):
+                p.param.detach().copy_(value)
         for p in edited:
             self._wait_block(p.block)
-            for index, s in p.places:
-                b = self.arenas.buckets[index]
-                span = slice(s.start, s.start + s.numel)
-                weights = b.weights[span].to(b.master.device)
-                if b.master.data_ptr() != b.weights.data_ptr():
-                    kept = b.master[span].to(weights.dtype) == weights
-                    b.master[span].copy_(torch.where(kept, b.master[span], weights.float()))
-                if b.out is not None:
-                    b.out[span].copy_(weights)
-            self._versions[p.index] = p.param._version
+            self.weights.adopt(p)
 
-    def gather(self, p: ManagedParam, kind: str) -> torch.Tensor:
-        """`master`, `exp_avg` or `exp_avg_sq` of a parameter on the CPU, in its shape: a view where it lies in one
-        piece, else a copy."""
-        pieces: list[torch.Tensor] = [
-            getattr(self.arenas.buckets[i], kind)[s.start : s.start + s.numel] for i, s in p.places
-        ]
-        if not pieces:
-            return torch.zeros(p.param.shape, dtype=torch.float32, device="cpu")
-        if len(pieces) == 1:
-            return pieces[0].cpu().view(p.param.shape)
-        return torch.cat([x.cpu() for x in pieces]).view(p.param.shape)
-
-    def scatter(self, p: ManagedParam, kind: str, value: torch.Tensor) -> None:
-        """Set one of them. A new master also becomes the parameter's weights, here and in the copy that goes up."""
-        flat = value.detach().reshape(-1)
-        for index, s in p.places:
-            b = self.arenas.buckets[index]
-            span, piece = slice(s.start, s.start + s.numel), flat[s.offset : s.offset + s.numel]
-            getattr(b, kind)[span].copy_(piece)
-            if kind == "master":
-                b.weights[span].copy_(b.master[span].to(DTYPES[p.dtype]))
-                if b.out is not None:
-                    b.out[span].copy_(b.master[span].to(DTYPES[p.dtype]))
-        if kind == "master":
-            self._versions[p.index] = p.param._version
+    def discard(self) -> None:
+        """Forget every gradient since the last step, and what was speculated on them."""
+        self.cancel_speculation()
+        self.collector.discard()
 
     def _keep_spans(self) -> None:
         self._worker_spans += self.worker.take_spans()
@@ -349,8 +371,9 @@ class Engine:
         self._keep_spans()
         uploads: list[tuple[int, Any, Any, int]] = []
         if self.device.is_cuda and self.sequence > 1:
-            parity = (self.sequence - 1) & 1  # the uploads that overlap the last step are of the step before
+            # Those of the step before overlap the last step, and so do its own where it speculated; what lies outside
+            # the window is dropped.
             for b in self.arenas.cpu_buckets:
                 size = b.layout.numel * (b.master if b.out is None else b.out).element_size()
-                uploads.append((b.index, b.upload_start[parity], b.done[parity], size))
+                uploads += [(b.index, b.upload_start[parity], b.done[parity], size) for parity in (0, 1)]
         return self.recorder.events(self._worker_spans, uploads)

@@ -29,8 +29,22 @@ class WorkerFace:
         self._native.set_buckets(arenas.describe(device))
         self._native.trace(trace)
         self.take_spans = self._native.take_spans
+        self.take_records = self._native.take_records
         self.set_delay_us = self._native.set_delay_us
         self.close = self._native.close
+
+    def begin(self, step: Any) -> None:
+        """Open a step for speculation."""
+        self._call(self._native.begin, step)
+
+    def arrive(self, bucket: int, ticket: int, value: int) -> None:
+        """A bucket's gradient is in host memory once the int64 at address `ticket` equals `value`; now where it is
+        0."""
+        self._call(self._native.arrive, bucket, ticket, value)
+
+    def cancel(self) -> None:
+        """Take back what was speculated, and block until that is done."""
+        self._call(self._native.cancel)
 
     def submit(self, step: Any) -> None:
         self._call(self._native.submit, step)

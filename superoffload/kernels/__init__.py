@@ -22,7 +22,7 @@ else:
     try:
         from superoffload import _kernels as native
     except ImportError:  # a pure install: no compiler was found
-        from superoffload.kernels import reference as native
+        from superoffload.kernels import fallback as native
 
 _COMPILED = native.__name__.endswith("._kernels")
 

@@ -85,7 +85,7 @@ def digest(model: nn.Module, optimizer: OffloadAdamW) -> str:
         h.update(p.name.encode() + int(engine.steps[p.index]).to_bytes(8, "little"))
         h.update(p.param.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         for kind in ("master", "exp_avg", "exp_avg_sq"):
-            h.update(engine.gather(p, kind).contiguous().view(torch.uint8).numpy().tobytes())
+            h.update(engine.weights.gather(p, kind).contiguous().view(torch.uint8).numpy().tobytes())
     return h.hexdigest()
 
 

@@ -70,7 +70,7 @@ def test_a_config_for_another_model_trains_nothing(tiny_model: Path, capsys: pyt
     assert not Path("run").exists()
 
 
-@pytest.mark.parametrize(("setting", "word"), [("flow=1", "flow_blocks"), ("speculate=on", "speculate")])
+@pytest.mark.parametrize(("setting", "word"), [("flow=1", "flow_blocks")])
 def test_what_the_engine_cannot_do_yet_is_refused_by_name(
     tiny_model: Path, capsys: pytest.CaptureFixture[str], setting: str, word: str
 ) -> None:

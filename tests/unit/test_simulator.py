@@ -218,11 +218,12 @@ def test_it_is_deterministic() -> None:
     assert simulate(profile, plan).to_json() == simulate(profile, plan).to_json()
 
 
-def test_auto_is_simulated_as_off_and_says_so() -> None:
+def test_auto_is_simulated_as_on_and_says_so() -> None:
     profile = estimate("smollm2-135m", micro_batch=1, seq_len=512, hardware="gh200")
     trace = simulate(profile, Plan(micro_batch=1, seq_len=512, adam_threads=65))
-    assert trace.plan.speculate == "off"
-    assert "waits for the gradient norm" in trace.context["speculate"]
+    assert trace.plan.speculate == "on"
+    assert "neither clipped nor skipped" in trace.context["speculate"]
+    assert trace.step_s == simulate(profile, trace.plan).step_s
 
 
 def random_case(seed: int) -> tuple[Profile, Plan]:

@@ -1,0 +1,199 @@
+#include "bucket_update.h"
+
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+#include <string>
+
+namespace so {
+namespace {
+
+// The arrays of one tile.
+struct View {
+  float *p, *m, *v;
+  const void* g;
+  void* out;  // null where weights are not written in the same pass
+  std::size_t n;
+};
+
+View view(const BucketDesc& b, const Tile& t, bool fused_out) {
+  return {at<float>(b.master) + t.start,
+          at<float>(b.exp_avg) + t.start,
+          at<float>(b.exp_avg_sq) + t.start,
+          at<char>(b.grad) + t.start * std::int64_t(dtype_bytes(b.grad_dtype)),
+          fused_out ? at<char>(b.out) + t.start * std::int64_t(dtype_bytes(b.out_dtype)) : nullptr,
+          std::size_t(t.numel)};
+}
+
+UndoTile record_of(const BucketDesc& b, const Tile& t) {
+  return {at<std::uint8_t>(b.undo_p) + t.start, at<std::uint8_t>(b.undo_m) + t.start,
+          at<std::uint8_t>(b.undo_v) + t.start, at<Escape>(b.undo_escapes) + t.index * kEscapes,
+          at<std::uint32_t>(b.undo_counts) + t.index};
+}
+
+bool writes_with_adam(const BucketDesc& b) { return b.out && !b.out_separate; }
+
+}  // namespace
+
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+void SpanLog::enable(bool on) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  on_ = on;
+  spans_.clear();
+  if (on) spans_.reserve(kCapacity);
+}
+
+void SpanLog::add(SpanKind kind, std::int32_t bucket, std::int64_t sequence, std::int64_t begin_ns) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (on_ && spans_.size() < kCapacity) spans_.push_back({kind, bucket, sequence, begin_ns, now_ns()});
+}
+
+std::vector<Span> SpanLog::take() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<Span> taken = spans_;
+  spans_.clear();
+  return taken;
+}
+
+std::vector<Tile> tiles_of(const BucketDesc& bucket) {
+  constexpr std::int64_t kTile = std::int64_t(kUndoTile);
+  std::vector<Tile> tiles;
+  for (std::size_t s = 0; s < bucket.segments.size(); ++s) {
+    const SegmentDesc& segment = bucket.segments[s];
+    for (std::int64_t from = 0; from < segment.numel; from += kTile) {
+      const std::int64_t left = segment.numel - from;
+      tiles.push_back({std::int32_t(s), segment.start + from, left < kTile ? left : kTile, tiles.size()});
+    }
+  }
+  return tiles;
+}
+
+std::vector<AdamScalars> BucketUpdate::scalars(const BucketDesc& b, const StepDesc& step, float scale,
+                                               std::int64_t ahead) const {
+  const auto* steps = at<const std::int64_t>(step.steps);
+  const auto* groups = at<const std::int32_t>(step.groups);
+  std::vector<AdamScalars> found;
+  found.reserve(b.segments.size());
+  for (const SegmentDesc& segment : b.segments) {
+    const std::int32_t group = groups[segment.param];
+    if (group < 0 || std::size_t(group) >= step.hyper.size())
+      throw std::runtime_error("parameter " + std::to_string(segment.param) + " is in group " + std::to_string(group) +
+                               ", but the step has " + std::to_string(step.hyper.size()));
+    found.push_back(adam_scalars(step.hyper[group], steps[segment.param] + ahead, scale));
+  }
+  return found;
+}
+
+void BucketUpdate::write_weights(const BucketDesc& b, std::int32_t bucket, std::int64_t sequence,
+                                 const std::vector<Tile>& tiles) {
+  if (!b.out || !b.out_separate) return;
+  const CastFn cast = kernels().cast[kF32][b.out_dtype];
+  const std::int64_t size = std::int64_t(dtype_bytes(b.out_dtype)), begin = now_ns();
+  pool_.for_each(tiles.size(), [&](std::size_t i) {
+    const Tile& t = tiles[i];
+    cast(at<float>(b.master) + t.start, at<char>(b.out) + t.start * size, std::size_t(t.numel));
+  });
+  spans_.add(kSpanCastWeights, bucket, sequence, begin);
+}
+
+void BucketUpdate::step(const BucketDesc& b, std::int32_t bucket, const StepDesc& step, float scale) {
+  const KernelTable& k = kernels();
+  const auto* active = at<const std::uint8_t>(step.active);
+  const std::vector<AdamScalars> s = scalars(b, step, scale, 0);
+  std::vector<Tile> tiles;
+  for (const Tile& t : tiles_of(b))
+    if (active[b.segments[t.segment].param]) tiles.push_back(t);  // no gradient, no update: as torch does
+
+  if (b.grad_cast) {
+    const std::int64_t begin = now_ns(), size = std::int64_t(dtype_bytes(b.grad_dtype));
+    pool_.for_each(tiles.size(), [&](std::size_t i) {
+      const Tile& t = tiles[i];
+      k.cast[b.grad_dtype][kF32](at<char>(b.grad) + t.start * size, at<float>(b.grad_cast) + t.start,
+                                 std::size_t(t.numel));
+    });
+    spans_.add(kSpanCastGrad, bucket, step.sequence, begin);
+  }
+  const bool fused = writes_with_adam(b);
+  const AdamFn adam = k.adam[b.grad_cast ? int(kF32) : b.grad_dtype][fused ? b.out_dtype : int(kF32)];
+  const std::int64_t begin = now_ns();
+  pool_.for_each(tiles.size(), [&](std::size_t i) {
+    const Tile& t = tiles[i];
+    const View a = view(b, t, fused);
+    adam(a.p, a.m, a.v, b.grad_cast ? static_cast<const void*>(at<float>(b.grad_cast) + t.start) : a.g, a.out, a.n,
+         s[t.segment]);
+  });
+  spans_.add(kSpanAdam, bucket, step.sequence, begin);
+  write_weights(b, bucket, step.sequence, tiles);
+}
+
+// From here on the gradient is always cast inside the pass: the bits are those of a cast before it, and the scratch of
+// a separate cast would be another bucket's by the time of an undo.
+
+std::int64_t BucketUpdate::speculate(const BucketDesc& b, std::int32_t bucket, const StepDesc& step, float scale) {
+  const std::vector<AdamScalars> s = scalars(b, step, scale, 1);
+  const std::vector<Tile> tiles = tiles_of(b);
+  const bool fused = writes_with_adam(b);
+  std::atomic<std::int64_t> waiting{0};
+  const std::int64_t begin = now_ns();
+  pool_.for_each(tiles.size(), [&](std::size_t i) {
+    const Tile& t = tiles[i];
+    const View a = view(b, t, fused);
+    if (!adam_record(a.p, a.m, a.v, a.g, b.grad_dtype, a.out, b.out_dtype, a.n, s[t.segment], record_of(b, t)))
+      waiting.fetch_add(1, std::memory_order_relaxed);
+  });
+  spans_.add(kSpanAdam, bucket, step.sequence, begin);
+  write_weights(b, bucket, step.sequence, tiles);
+  return waiting.load();
+}
+
+void BucketUpdate::step_waiting(const BucketDesc& b, std::int32_t bucket, const StepDesc& step, float scale) {
+  const std::vector<AdamScalars> s = scalars(b, step, scale, 0);
+  std::vector<Tile> tiles;
+  for (const Tile& t : tiles_of(b))
+    if (*record_of(b, t).count == kNotStepped) tiles.push_back(t);
+  const bool fused = writes_with_adam(b);
+  const AdamFn adam = kernels().adam[b.grad_dtype][fused ? b.out_dtype : int(kF32)];
+  const std::int64_t begin = now_ns();
+  pool_.for_each(tiles.size(), [&](std::size_t i) {
+    const View a = view(b, tiles[i], fused);
+    adam(a.p, a.m, a.v, a.g, a.out, a.n, s[tiles[i].segment]);
+  });
+  spans_.add(kSpanAdam, bucket, step.sequence, begin);
+  write_weights(b, bucket, step.sequence, tiles);
+}
+
+void BucketUpdate::undo(const BucketDesc& b, std::int32_t bucket, const StepDesc& taken, float scale) {
+  const std::vector<AdamScalars> s = scalars(b, taken, scale, 1);
+  const std::vector<Tile> tiles = tiles_of(b);
+  const bool fused = writes_with_adam(b);
+  const std::int64_t begin = now_ns();
+  pool_.for_each(tiles.size(), [&](std::size_t i) {
+    const Tile& t = tiles[i];
+    const View a = view(b, t, fused);
+    adam_undo(a.p, a.m, a.v, a.g, b.grad_dtype, a.out, b.out_dtype, a.n, s[t.segment], record_of(b, t));
+  });
+  spans_.add(kSpanUndo, bucket, taken.sequence, begin);
+  write_weights(b, bucket, taken.sequence, tiles);
+}
+
+void BucketUpdate::redo(const BucketDesc& b, std::int32_t bucket, const StepDesc& taken, float taken_scale,
+                        const StepDesc& step, float scale) {
+  const std::vector<AdamScalars> old_step = scalars(b, taken, taken_scale, 0), new_step = scalars(b, step, scale, 0);
+  const std::vector<Tile> tiles = tiles_of(b);
+  const bool fused = writes_with_adam(b);
+  const std::int64_t begin = now_ns();
+  pool_.for_each(tiles.size(), [&](std::size_t i) {
+    const Tile& t = tiles[i];
+    const View a = view(b, t, fused);
+    adam_undo_redo(a.p, a.m, a.v, a.g, b.grad_dtype, a.out, b.out_dtype, a.n, old_step[t.segment], new_step[t.segment],
+                   record_of(b, t));
+  });
+  spans_.add(kSpanUndo, bucket, step.sequence, begin);
+  write_weights(b, bucket, step.sequence, tiles);
+}
+
+}  // namespace so

@@ -1,0 +1,128 @@
+"""Speculation: Adam runs over a bucket as soon as its gradient is on the host, before the norm of the step is known.
+
+The worker keeps an undo record of what it does, and the verdict settles it: bit for bit the training that waits. This
+file decides which steps speculate, tells the worker of every bucket that has come down whole, and knows until when the
+weights that a block would read are those of a step that is not yet one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from superoffload.engine.buckets import Arenas, BucketState
+from superoffload.engine.device import Device
+from superoffload.engine.stats import StepRecord
+from superoffload.engine.worker import WorkerFace
+from superoffload.plan import Speculate
+
+CLIP_RATE_WEIGHT = 0.1
+"""Weight of the newest step in the running rate of clipped and skipped steps."""
+ASSUMED_EXTRA = 0.25
+"""What a wrong guess costs, as a fraction of what a right one saves, until it has been measured."""
+LEAST_EXTRA = 0.15
+"""Never assumed to be less: writing records and taking the memory's bandwidth during backward cost something too."""
+
+
+class Gate:
+    """Whether the next step should speculate.
+
+    A right guess saves the Adam time that ran before the verdict, a wrong one costs what undo-and-redo takes beyond the
+    step that would have been due then anyway. `auto` speculates while saving · (1 - p) > extra · p, p being the recent
+    rate of clipped and skipped steps. With clipping it starts by waiting (p = 1): a model trained from scratch clips
+    nearly every step at first.
+    """
+
+    def __init__(self, mode: Speculate, *, clips: bool):
+        self._mode = mode
+        self.clip_rate = 1.0 if clips else 0.0
+        self.extra = ASSUMED_EXTRA
+        """Cost of a wrong guess over the saving of a right one."""
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn from a finished step."""
+        wrong = record.verdict != "commit"
+        self.clip_rate += CLIP_RATE_WEIGHT * (float(wrong) - self.clip_rate)
+        if record.undone and record.speculated_s > 0:
+            due = record.speculated_s * record.undone / record.speculated
+            self.extra = max(LEAST_EXTRA, (record.undo_s - due) / record.speculated_s)
+
+    @property
+    def open(self) -> bool:
+        if self._mode == "auto":
+            return (1.0 - self.clip_rate) > self.extra * self.clip_rate
+        return self._mode == "on"
+
+
+class Speculation:
+    """The step that has begun and is not submitted, as far as the worker has been told of it."""
+
+    def __init__(self, arenas: Arenas, device: Device, worker: WorkerFace, device_partials: torch.Tensor,
+                 host_partials: torch.Tensor):  # fmt: skip
+        self._arenas, self._device, self._worker = arenas, device, worker
+        self._device_partials, self._host_partials = device_partials, host_partials
+        self.open = False
+        self.arrived: list[BucketState] = []
+        """Buckets whose weights may be those of the step that has begun."""
+        self._blocks: set[int] = set()
+        self._value = 0
+        self._tickets = arenas.host.zeros(len(arenas.buckets), torch.int64, pinned=True)
+        self.tensors = [self._tickets]
+        if device.is_cuda:
+            self._device_value = torch.zeros(1, dtype=torch.int64, device=device.device)
+        self._ranges = [self._partial_range(b) for b in arenas.buckets]
+
+    def _partial_range(self, state: BucketState) -> slice:
+        """From the bucket's first partial sum to its last. What other buckets have in between is copied along: where
+        they have arrived those are the values that the host has already."""
+        runs = self._arenas.partial_runs(state.layout.segments)
+        return slice(min(first for first, _ in runs), max(first + count for first, count in runs))
+
+    def begin(self, step: Any) -> None:
+        """Open a step: buckets that arrive from now on are updated at once."""
+        self._worker.begin(step)
+        self.open = True
+        self._value += 1  # never twice the same, also when a step is forgotten
+        if self._device.is_cuda:
+            with self._device.down_stream():  # after the last step's tickets, before this one's
+                self._device_value.fill_(self._value)
+
+    def arrive(self, state: BucketState) -> None:
+        """A whole bucket's gradient is on its way down: its partial sums follow it, then the ticket.
+
+        Whoever sees the ticket may read both, and may overwrite the bucket's weights: the download waited for all that
+        backward had enqueued, and backward is done with weights whose gradient is complete.
+        """
+        self.arrived.append(state)
+        self._blocks.update(state.layout.blocks)
+        if not self._device.is_cuda:
+            self._worker.arrive(state.index, 0, 0)
+            return
+        span = self._ranges[state.index]
+        with self._device.down_stream():
+            self._host_partials[span].copy_(self._device_partials[span], non_blocking=True)
+            self._tickets[state.index : state.index + 1].copy_(self._device_value, non_blocking=True)
+        self._worker.arrive(state.index, self._tickets[state.index].data_ptr(), self._value)
+
+    def touches(self, block: int) -> bool:
+        """Whether `block` might read weights of the step that is not yet one."""
+        return block in self._blocks
+
+    def submitted(self) -> None:
+        """`step()` has handed the step over: the verdict settles it."""
+        self.open = False
+        self.arrived.clear()
+        self._blocks.clear()
+
+    def cancel(self) -> list[BucketState]:
+        """Take back what was speculated and wait for that; returns the buckets whose weights were sent again."""
+        if not self.open:
+            return []
+        self._worker.cancel()
+        arrived = list(self.arrived)
+        self.submitted()
+        return arrived
+
+
+__all__ = ["Gate", "Speculation"]

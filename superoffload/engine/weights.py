@@ -1,0 +1,87 @@
+"""The model's weights as the engine keeps them: their version counters, edits that others made, and the state of one
+parameter across its buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from superoffload.engine.buckets import DTYPES, Arenas, ManagedParam
+from superoffload.errors import EngineError
+
+
+class Weights:
+    """Knows which version of each weight is the engine's own, and reads and writes state by parameter."""
+
+    def __init__(self, arenas: Arenas):
+        self._arenas = arenas
+        self._versions = [p.param._version for p in arenas.params]
+
+    def bump(self, params: Sequence[ManagedParam]) -> None:
+        """Tell autograd that these weights are new: a graph that saved older ones must not be used."""
+        torch.autograd.graph.increment_version([p.param for p in params])
+        for p in params:
+            self._versions[p.index] = p.param._version
+
+    def edited(self) -> list[ManagedParam]:
+        """Parameters that somebody has written in place since the engine last did.
+
+        Edits are noticed by the parameter's version counter; one through `p.data` does not count there.
+        """
+        return [p for p in self._arenas.params if p.param._version != self._versions[p.index]]
+
+    def adopt(self, p: ManagedParam) -> None:
+        """Carry an edited weight (a loaded checkpoint, a clamp) into its fp32 master, as torch's AdamW would see it.
+        Where a weight still is its master rounded, the master is kept."""
+        for index, s in p.places:
+            b = self._arenas.buckets[index]
+            span = slice(s.start, s.start + s.numel)
+            weights = b.weights[span].to(b.master.device)
+            if b.master.data_ptr() != b.weights.data_ptr():
+                kept = b.master[span].to(weights.dtype) == weights
+                b.master[span].copy_(torch.where(kept, b.master[span], weights.float()))
+            if b.out is not None:
+                b.out[span].copy_(weights)
+        self._versions[p.index] = p.param._version
+
+    def check_storage(self) -> None:
+        """The weights must still lie in the arena: elsewhere they would never see an update."""
+        for p in self._arenas.params:
+            if p.places and p.param.data_ptr() != p.address:
+                raise EngineError(
+                    f"the storage of {p.name} was replaced (by model.to(...) or `p.data = ...`)",
+                    expected="weights to stay where the optimizer put them; writing into them in place is fine",
+                    remedy="Move or cast the model first and make the OffloadAdamW afterwards; state_dict() carries "
+                    "the moments over",
+                )
+
+    def gather(self, p: ManagedParam, kind: str) -> torch.Tensor:
+        """`master`, `exp_avg` or `exp_avg_sq` of a parameter on the CPU, in its shape: a view where it lies in one
+        piece, else a copy."""
+        pieces: list[torch.Tensor] = [
+            getattr(self._arenas.buckets[i], kind)[s.start : s.start + s.numel] for i, s in p.places
+        ]
+        if not pieces:
+            return torch.zeros(p.param.shape, dtype=torch.float32, device="cpu")
+        if len(pieces) == 1:
+            return pieces[0].cpu().view(p.param.shape)
+        return torch.cat([x.cpu() for x in pieces]).view(p.param.shape)
+
+    def scatter(self, p: ManagedParam, kind: str, value: torch.Tensor) -> None:
+        """Set one of them. A new master also becomes the parameter's weights, here and in the copy that goes up."""
+        flat = value.detach().reshape(-1)
+        for index, s in p.places:
+            b = self._arenas.buckets[index]
+            span, piece = slice(s.start, s.start + s.numel), flat[s.offset : s.offset + s.numel]
+            getattr(b, kind)[span].copy_(piece)
+            if kind == "master":
+                b.weights[span].copy_(b.master[span].to(DTYPES[p.dtype]))
+                if b.out is not None:
+                    b.out[span].copy_(b.master[span].to(DTYPES[p.dtype]))
+        if kind == "master":
+            self._versions[p.index] = p.param._version
+
+
+__all__ = ["Weights"]
