@@ -64,6 +64,10 @@ class UndoMemory:
         """Tiles of a bucket: every segment has its own."""
         return sum(-(-s.numel // native.UNDO_TILE) for s in layout.segments)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (*self.low, self.escapes, self.counts))
+
     def addresses(self) -> tuple[int, int, int, int, int]:
         p, m, v = (x.data_ptr() for x in self.low)
         return p, m, v, self.escapes.data_ptr(), self.counts.data_ptr()

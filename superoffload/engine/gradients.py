@@ -12,7 +12,7 @@ import torch
 
 from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
 from superoffload.engine.device import Device
-from superoffload.engine.recorder import Recorder
+from superoffload.engine.recorder import Recorder, profiled
 from superoffload.engine.worker import WorkerFace
 from superoffload.layout import Segment
 
@@ -86,7 +86,8 @@ class GradientCollector:
             pending = self._pending.setdefault(index, [])
             pending.append(segment)
             if len(pending) == len(state.layout.segments):
-                self._flush(state)
+                with profiled(f"send bucket {index}"):
+                    self._flush(state)
                 if index not in self._touched:
                     filled.append(state)
                 self._touched.add(index)

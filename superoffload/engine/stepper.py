@@ -31,7 +31,7 @@ from superoffload.engine.device import device_for
 from superoffload.engine.gradients import GradientCollector, collect_hook
 from superoffload.engine.hooks import BlockHook, SyncHook
 from superoffload.engine.interrupts import uninterrupted
-from superoffload.engine.recorder import KEEP_STEPS, Recorder
+from superoffload.engine.recorder import KEEP_STEPS, Recorder, profiled
 from superoffload.engine.retained import RetainedUpdate
 from superoffload.engine.speculation import Gate, Speculation
 from superoffload.engine.stats import StepLog
@@ -192,7 +192,9 @@ class Engine:
 
     def cancel_speculation(self) -> None:
         """Take back what was speculated on gradients that are not yet a step's; they stay collected."""
-        for state in self.speculation.cancel():
+        with profiled("take back speculation"):
+            sent_again = self.speculation.cancel()
+        for state in sent_again:
             for event in state.done:
                 self.device.compute_waits(event)
             self.weights.bump(self._params_of[state.index])
@@ -218,7 +220,8 @@ class Engine:
                 self.device.compute_waits(self._retained.done)
                 continue
             begin = time.perf_counter()
-            self.worker.wait_bucket(state)
+            with profiled(f"wait for bucket {index}"):
+                self.worker.wait_bucket(state)
             self._waited_s += time.perf_counter() - begin
             for event in state.done:  # both: the last step may have been skipped, and then the one before counts
                 self.device.compute_waits(event)
@@ -246,7 +249,7 @@ class Engine:
 
         The call does not wait for the update: the next forward does, block by block.
         """
-        with self.device.guard():
+        with self.device.guard(), profiled("step"):
             return self._step(arguments)
 
     def _step(self, arguments: StepArguments) -> bool:
