@@ -232,12 +232,15 @@ class OffloadAdamW(torch.optim.Optimizer):
         finally:
             self._sync = before
 
-    def _collects(self, p: ManagedParam) -> bool:
-        """Whether the gradient that just arrived is taken now, or stays in `p.grad` until a later one or `step()`."""
+    def _collects(self, p: ManagedParam) -> bool | None:
+        """Whether the gradient that just arrived is taken now, and by the last backward (True) or an earlier one
+        (False); None leaves it in `p.grad` until a later one or `step()` takes it."""
         # Counted under no_sync too, so that both hints may be given at once.
         fired = self._fired[p.index] = self._fired.get(p.index, 0) + 1
-        if not self._sync or not accelerate_syncs() or fired < self._accumulation or p.index in self._late:
-            return False
+        if p.index in self._late:
+            return None
+        if not self._sync or not accelerate_syncs() or fired < self._accumulation:
+            return False if self.plan.accumulate_on == "cpu" else None
         self._taken[p.index] = self._taken.get(p.index, 0) + 1
         return True
 
