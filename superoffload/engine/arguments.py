@@ -6,15 +6,20 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from superoffload.engine.placement import callers_cores
 from superoffload.errors import InputError, NotSupported, did_you_mean
 from superoffload.kernels import available_cores
 from superoffload.plan import Plan
 
 
-def default_adam_threads() -> int:
-    """All cores but one, or but two on a large machine: PyTorch's launching thread and autograd's need theirs."""
-    cores = available_cores()
-    return max(1, cores - (2 if cores >= 8 else 1))
+def default_adam_threads(cores: int | None = None) -> int:
+    """All cores but one, or but two where there are many: PyTorch's launching thread and autograd's need theirs.
+
+    Args:
+        cores: of the NUMA node that Adam is placed on; None for all that the process may use.
+    """
+    cores = available_cores() if cores is None else cores
+    return max(1, cores - callers_cores(cores))
 
 
 def check_hyper(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +30,7 @@ __all__ = [
     "DTYPE_CODES",
     "adam_scalars",
     "adam_step",
+    "bind_cores",
     "capabilities",
     "cast",
     "combine_partials",
@@ -57,7 +58,27 @@ def capabilities() -> dict[str, Any]:
 
 def available_cores() -> int:
     """Cores this process may run on (affinity, not the machine's total)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(available_core_list())
+
+
+def bind_cores(cores: Sequence[int] | None) -> None:
+    """From now on run the kernels' own threads on these cores and no others; None leaves them to the system. The
+    calling thread works too and stays where it is. Meant to be called once: each change starts new threads. An engine's
+    threads are its own and placed by it.
+
+    Raises:
+        InputError: the process may not use any of these cores.
+    """
+    chosen = [] if cores is None else sorted(set(cores))
+    if cores is not None and not chosen:
+        raise InputError("no cores", expected="at least one, or None")
+    if code := native.bind_cores(chosen):
+        raise InputError(f"cores {chosen}: {os.strerror(code)}", expected=f"some of {available_core_list()}")
+
+
+def available_core_list() -> list[int]:
+    """The cores this process may run on, ascending."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 @contextmanager

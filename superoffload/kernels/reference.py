@@ -7,6 +7,7 @@ order are those of csrc/scalar_ops.h.
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -335,6 +336,22 @@ class CudaApi:
     launch_kernel: int = 0
     cast_bf16: int = 0
     cast_f16: int = 0
+
+
+def bind_cores(cores: list[int]) -> int:
+    """No threads, nothing to bind."""
+    return 0
+
+
+def bind_memory(address: int, size: int, node: int) -> int:
+    """Memory is not placed without the compiled module."""
+    return errno.ENOSYS
+
+
+def first_touch(address: int, size: int, threads: int, cores: list[int]) -> int:
+    """Zero fresh pages; the fall-back has no threads to place."""
+    ctypes.memset(address, 0, size)
+    return 0
 
 
 @dataclass
