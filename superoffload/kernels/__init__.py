@@ -7,6 +7,7 @@ the numpy fall-back give the same bits.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import warnings
@@ -110,16 +111,24 @@ def _notice_fallback() -> None:
         )
 
 
+@functools.lru_cache(maxsize=64)
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _describe(x: Any, name: str, dtypes: tuple[str, ...], *, writable: bool) -> tuple[int, str, int]:
     """Address, dtype name and length of an array, or InputError with the remedy."""
-    dtype = str(getattr(x, "dtype", type(x).__name__)).removeprefix("torch.")
-    wanted = " or ".join(dtypes)
+    dtype = _dtype_name(getattr(x, "dtype", None) or type(x).__name__)
     if dtype not in dtypes:
-        raise InputError(f"{name} has dtype {dtype}", expected=wanted, remedy=f"Convert it first; {name} is not copied")
+        raise InputError(
+            f"{name} has dtype {dtype}",
+            expected=" or ".join(dtypes),
+            remedy=f"Convert it first; {name} is not copied",
+        )
     if len(x.shape) != 1:
         raise InputError(f"{name} has shape {tuple(x.shape)}", expected="one dimension", remedy="Pass a flat view")
     if hasattr(x, "data_ptr"):
-        if x.device.type != "cpu":
+        if not x.is_cpu:
             raise InputError(f"{name} is on {x.device}", expected="the CPU", remedy="Copy it to the CPU first")
         contiguous, address, length = x.is_contiguous(), x.data_ptr(), x.numel()
         if writable and x.requires_grad:
