@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from superoffload.engine import arguments
 from superoffload.engine import placement as module
-from superoffload.engine.arguments import default_adam_threads
 from superoffload.engine.host_memory import MAPPED_BYTES, HostMemory
 from superoffload.engine.placement import Placement, bind_pages, callers_cores, choose_placement, gpu_address, place
 from superoffload.kernels import native
@@ -55,10 +55,17 @@ def test_one_node_needs_no_binding() -> None:
         assert choose_placement(topology, gpu_node=0, allowed=range(16)) == Placement(reason="one NUMA node")
 
 
-def test_default_threads_and_placement_leave_the_same_cores_alone() -> None:
-    for cores in range(1, 40):
-        assert default_adam_threads(cores) == max(1, cores - callers_cores(cores))
+def test_default_threads_leave_the_callers_cores_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [callers_cores(n) for n in (1, 2, 7, 8, 72)] == [0, 1, 1, 2, 2]
+    for cores, threads in ((1, 1), (2, 1), (7, 6), (16, 14)):
+        monkeypatch.setattr(arguments, "available_cores", lambda n=cores: n)
+        assert arguments.default_adam_threads() == threads
+        assert arguments.default_adam_threads(Placement(reason="one NUMA node")) == threads
+    near = choose_placement(DUAL, gpu_node=1, allowed=range(32))
+    assert arguments.default_adam_threads(near) == 14, "of 32: those of the GPU's node"
+    monkeypatch.setattr(arguments, "place", lambda device: near)
+    assert arguments.resolve_plan(None, {}, torch.device("cpu")).adam_threads == 14
+    assert arguments.resolve_plan(None, {"adam_threads": 3}, torch.device("cpu")).adam_threads == 3
 
 
 def test_a_gpus_address_is_the_one_of_sys(monkeypatch: pytest.MonkeyPatch) -> None:
