@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 
 import torch
 
@@ -80,7 +81,9 @@ class HostMemory:
             self.unbound_reason = reason
         else:
             self.bound_bytes += size
-        native.first_touch(address, size, self._threads, list(self.placement.cores))
+        code = native.first_touch(address, size, self._threads, list(self.placement.cores))
+        if code:
+            self.unbound_reason = f"threads cannot be bound to cores {self.placement.cores}: {os.strerror(code)}"
         return tensor
 
     def release(self) -> None:

@@ -95,6 +95,12 @@ def test_memory_that_may_not_be_bound_is_used_unbound(monkeypatch: pytest.Monkey
     assert host.pageable_bytes == 4 * ELEMENTS and not x.any()
 
 
+def test_threads_that_may_not_be_bound_touch_the_pages_unbound() -> None:
+    host = HostMemory(can_pin=False, placement=Placement((100_000,), None, 0, "a test"), threads=2)
+    x = host.zeros(ELEMENTS, torch.float32)
+    assert "Invalid argument" in host.unbound_reason and not x.any()
+
+
 def test_bound_memory_lies_on_its_node() -> None:
     nodes = read_topology().cpu_nodes
     if not nodes:
