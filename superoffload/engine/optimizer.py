@@ -88,7 +88,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         check_hyper(lr, betas, eps, weight_decay, max_grad_norm, gradient_accumulation_steps)
         self.model = model
         self.max_grad_norm = max_grad_norm
-        self.plan = resolve_plan(plan, plan_fields)
+        self.plan = resolve_plan(plan, plan_fields, next((p.device for p in model.parameters()), None))
         self._record_trace = record_trace
         self._accumulation = gradient_accumulation_steps
         self._fired: dict[int, int] = {}
