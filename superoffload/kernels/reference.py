@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,12 +87,18 @@ def _power(x: float, n: int) -> float:
     return result
 
 
-def adam_scalars(
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float
-) -> tuple[float, float, float, float, float, float, float, float]:
-    bc1, bc2 = 1.0 - _power(b1, t), 1.0 - _power(b2, t)
-    values = (scale, 1.0 - b1, b2, 1.0 - b2, 1.0 - lr * wd, -(lr / bc1), math.sqrt(bc2), eps)
-    return tuple(float(np.float32(x)) for x in values)  # type: ignore[return-value]
+def adam_scalars(arguments: Sequence[Any]) -> tuple[float, ...]:
+    """See `superoffload.kernels.adam_scalars`; takes the fields of `StepArguments`."""
+    lr, b1, b2, eps, wd, t, scale, decoupled, bias_correction = arguments
+    bc1, bc2 = (1.0 - _power(b1, t), 1.0 - _power(b2, t)) if bias_correction else (1.0, 1.0)
+    decay, l2 = (1.0 - lr * wd, 0.0) if decoupled else (1.0, wd)
+    values = (scale, 1.0 - b1, b2, 1.0 - b2, decay, -(lr / bc1), math.sqrt(bc2), eps, l2)
+    return tuple(float(np.float32(x)) for x in values)
+
+
+def _again(arguments: Sequence[Any], scale: float) -> tuple[Any, ...]:
+    """The same step with another scale of the gradient."""
+    return (*arguments[:6], scale, *arguments[7:])
 
 
 def _fma(a: Any, b: Array, c: Array) -> Array:
@@ -107,13 +113,19 @@ def _fma(a: Any, b: Array, c: Array) -> Array:
     return np.where((lost != 0) & even & np.isfinite(total), odd, total).astype(np.float32)
 
 
+def _scaled(g: int, g_code: int, p: Array, scalars: tuple[float, ...]) -> Array:
+    """The gradient that the moments see."""
+    grad, l2 = _load(g, p.size, g_code) * np.float32(scalars[0]), np.float32(scalars[8])
+    return _fma(l2, p, grad) if l2 != 0 else grad
+
+
 def _adam(
     p: int, m: int, v: int, g: int, g_code: int, out: int, out_code: int, n: int, scalars: tuple[float, ...]
 ) -> None:
-    scale, omb1, beta2, omb2, decay, neg_step, bc2_sqrt, eps = (np.float32(s) for s in scalars)
+    _, omb1, beta2, omb2, decay, neg_step, bc2_sqrt, eps, _ = (np.float32(s) for s in scalars)
     pa, ma, va = (_at(a, n, np.float32) for a in (p, m, v))
     with np.errstate(all="ignore"):
-        grad = _load(g, n, g_code) * scale
+        grad = _scaled(g, g_code, pa, scalars)
         ma[:] = _fma(omb1, grad - ma, ma)
         va[:] = _fma(omb2 * grad, grad, va * beta2)
         denominator = np.sqrt(va) / bc2_sqrt + eps
@@ -122,98 +134,99 @@ def _adam(
         _store(out, pa, out_code)
 
 
-def adam_step(
-    p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float, threads: int,
-) -> None:  # fmt: skip
-    _adam(p, m, v, g, grad_dtype, out, out_dtype, n, adam_scalars(lr, b1, b2, eps, wd, t, scale))
+Arrays = tuple[int, int, int, int, int, int, int, int]
+"""p, m, v, g, the gradient's dtype, out, its dtype, length; the other tuples of addresses as csrc/bindings.cpp has
+them."""
+
+
+def adam_step(arrays: Arrays, arguments: Sequence[Any], threads: int) -> None:
+    _adam(*arrays, adam_scalars(arguments))
+
+
+def _tiles(arrays: Arrays, record: Sequence[int]) -> Iterator[tuple[Arrays, Array, Array, list[Array]]]:
+    """Arrays, count, escape list and difference bytes of every tile."""
+    p, m, v, g, grad_dtype, out, out_dtype, n = arrays
+    *lows, escapes, counts = record
+    for i, from_ in enumerate(range(0, n, UNDO_TILE)):
+        k = min(UNDO_TILE, n - from_)
+        addresses = (a + 4 * from_ for a in (p, m, v))
+        gradient, target = g + from_ * (4 if grad_dtype == _F32 else 2), out + from_ * 2 if out else 0
+        part = (*addresses, gradient, grad_dtype, target, out_dtype, k)
+        entries = _at(escapes + i * UNDO_ESCAPES * _ESCAPE.itemsize, UNDO_ESCAPES, _ESCAPE)
+        yield part, _at(counts + 4 * i, 1, np.uint32), entries, [_at(low + from_, k, np.int8) for low in lows]  # type: ignore[misc]
 
 
 def _bits(x: Array) -> Array:
     return np.ascontiguousarray(x, np.float32).view(np.uint32)
 
 
-def _estimates(p1: Array, m1: Array, v1: Array, grad: Array, scalars: tuple[float, ...]) -> list[Array]:
-    _, omb1, beta2, omb2, decay, neg_step, bc2_sqrt, eps = (np.float32(s) for s in scalars)
+def _estimate_p(state: list[Array], scalars: tuple[float, ...]) -> Array:
+    _, _, _, _, decay, neg_step, bc2_sqrt, eps, _ = (np.float32(s) for s in scalars)
+    p1, m1, v1 = state
+    return (p1 - (neg_step * m1) / (np.sqrt(v1) / bc2_sqrt + eps)) * (np.float32(1) / decay)
+
+
+def _estimate_moments(state: list[Array], grad: Array, scalars: tuple[float, ...]) -> tuple[Array, Array]:
+    _, omb1, beta2, omb2 = (np.float32(s) for s in scalars[:4])
+    _, m1, v1 = state
     one = np.float32(1)
-    quotient = (neg_step * m1) / (np.sqrt(v1) / bc2_sqrt + eps)
-    return [
-        (p1 - quotient) * (one / decay),
-        _without_residue(_fma(-omb1, grad, m1) * (one / (one - omb1)), m1),
-        _without_residue(_fma(-(omb2 * grad), grad, v1) * (one / beta2), v1),
-    ]
+    return (m1 - omb1 * grad) * (one / (one - omb1)), (v1 - (omb2 * grad) * grad) * (one / beta2)
 
 
-def _without_residue(estimate: Array, now: Array) -> Array:
-    return np.where(np.abs(estimate) <= np.abs(now) * np.float32(2.0**-20), np.float32(0), estimate)
-
-
-def adam_record(
-    p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
-    low_p: int, low_m: int, low_v: int, escapes: int, counts: int, threads: int,
-) -> None:  # fmt: skip
-    scalars = adam_scalars(lr, b1, b2, eps, wd, t, scale)
-    for i, from_ in enumerate(range(0, n, UNDO_TILE)):
-        k = min(UNDO_TILE, n - from_)
-        arrays = [_at(a + 4 * from_, k, np.float32) for a in (p, m, v)]
-        old = [a.copy() for a in arrays]
-        gradient, target = g + from_ * (4 if grad_dtype == _F32 else 2), out + from_ * 2 if out else 0
-        kept = _storage(target, k, out_dtype).copy() if target else None
-        _adam(p + 4 * from_, m + 4 * from_, v + 4 * from_, gradient, grad_dtype, target, out_dtype, k, scalars)
+def adam_record(arrays: Arrays, arguments: Sequence[Any], record: Sequence[int], threads: int) -> None:
+    scalars = adam_scalars(arguments)
+    for part, count, entries, differences in _tiles(arrays, record):
+        *addresses, g, grad_dtype, target, out_dtype, k = part
+        state = [_at(a, k, np.float32) for a in addresses]
+        old = [a.copy() for a in state]
+        _adam(*part, scalars)
         with np.errstate(all="ignore"):
-            grad = _load(gradient, k, grad_dtype) * np.float32(scalars[0])
-            estimates = _estimates(arrays[0], arrays[1], arrays[2], grad, scalars)
-            off = [_bits(a) - _bits(e) + np.uint32(128) for a, e in zip(old, estimates, strict=True)]
-        bad = np.flatnonzero((off[0] | off[1] | off[2]) > 255)
-        count = _at(counts + 4 * i, 1, np.uint32)
+            grad = _scaled(g, grad_dtype, old[0], scalars)
+            estimates = _estimate_p(state, scalars), *_estimate_moments(state, grad, scalars)
+            off = [_bits(a) - _bits(e) for a, e in zip(old, estimates, strict=True)]
+        bad = np.flatnonzero(np.any([o + np.uint32(128) > 255 for o in off], axis=0))
         if bad.size > UNDO_ESCAPES:
             count[0] = _NOT_STEPPED
-            for a, o in zip(arrays, old, strict=True):
+            for a, o in zip(state, old, strict=True):
                 a[:] = o
-            if kept is not None:
+            if target:
                 _store(target, old[0], out_dtype)
             continue
         count[0] = bad.size
-        entries = _at(escapes + i * UNDO_ESCAPES * _ESCAPE.itemsize, bad.size, _ESCAPE)
-        entries["index"] = bad
-        for name, o, low in zip(("p", "m", "v"), old, (low_p, low_m, low_v), strict=True):
-            entries[name] = o[bad]
-            _at(low + from_, k, np.uint8)[:] = _bits(o).astype(np.uint8)
+        entries["index"][: bad.size] = bad
+        for name, o, d, low in zip(("p", "m", "v"), old, off, differences, strict=True):
+            entries[name][: bad.size] = o[bad]
+            low[:] = d.astype(np.int8)
+
+
+def adam_undo(arrays: Arrays, arguments: Sequence[Any], record: Sequence[int], new_scale: float, threads: int) -> None:
+    scalars, again = adam_scalars(arguments), adam_scalars(_again(arguments, new_scale))
+    for part, count, entries, differences in _tiles(arrays, record):
+        *addresses, g, grad_dtype, target, out_dtype, k = part
+        if count[0] != _NOT_STEPPED:
+            state = [_at(a, k, np.float32) for a in addresses]
+            with np.errstate(all="ignore"):
+                p0 = _moved(_estimate_p(state, scalars), differences[0])
+                moments = _estimate_moments(state, _scaled(g, grad_dtype, p0, scalars), scalars)
+            old = [p0, *(_moved(e, low) for e, low in zip(moments, differences[1:], strict=True))]
+            escaped = entries[: int(count[0])]
+            for name, a, o in zip(("p", "m", "v"), state, old, strict=True):
+                a[:] = o
+                a[escaped["index"]] = escaped[name]
+            if target:
+                _store(target, state[0], out_dtype)
+        if new_scale >= 0:
+            _adam(*part, again)
+
+
+def _moved(estimate: Array, difference: Array) -> Array:
+    return (_bits(estimate) + difference.astype(np.int32).view(np.uint32)).view(np.float32)
 
 
 def adam_stream(p: int, m: int, v: int, g: int, n: int, threads: int) -> None:
     gradient = _at(g, n, np.float32)
     for address in (p, m, v):
         _at(address, n, np.float32)[:] += gradient
-
-
-def adam_undo(
-    p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
-    low_p: int, low_m: int, low_v: int, escapes: int, counts: int, new_scale: float, threads: int,
-) -> None:  # fmt: skip
-    scalars = adam_scalars(lr, b1, b2, eps, wd, t, scale)
-    for i, from_ in enumerate(range(0, n, UNDO_TILE)):
-        k = min(UNDO_TILE, n - from_)
-        gradient, target = g + from_ * (4 if grad_dtype == _F32 else 2), out + from_ * 2 if out else 0
-        count = int(_at(counts + 4 * i, 1, np.uint32)[0])
-        if count != _NOT_STEPPED:
-            arrays = [_at(a + 4 * from_, k, np.float32) for a in (p, m, v)]
-            with np.errstate(all="ignore"):
-                grad = _load(gradient, k, grad_dtype) * np.float32(scalars[0])
-                estimates = _estimates(arrays[0], arrays[1], arrays[2], grad, scalars)
-            entries = _at(escapes + i * UNDO_ESCAPES * _ESCAPE.itemsize, count, _ESCAPE)
-            for name, a, e, low in zip(("p", "m", "v"), arrays, estimates, (low_p, low_m, low_v), strict=True):
-                near = _bits(e)
-                difference = (_at(low + from_, k, np.uint8).astype(np.uint32) - near + np.uint32(128)) & np.uint32(0xFF)
-                a[:] = (near + difference - np.uint32(128)).view(np.float32)
-                a[entries["index"]] = entries[name]
-            if target:
-                _store(target, arrays[0], out_dtype)
-        if new_scale >= 0:
-            again = adam_scalars(lr, b1, b2, eps, wd, t, new_scale)
-            _adam(p + 4 * from_, m + 4 * from_, v + 4 * from_, gradient, grad_dtype, target, out_dtype, k, again)
 
 
 def _join(weight: int, remainder: int, v: int, n: int) -> tuple[Array, Array]:
@@ -263,13 +276,12 @@ def split_failures(first: int, count: int, threads: int) -> int:
     return failures
 
 
-def _through_plain(
-    plain: Callable[..., None], weight: int, remainder: int, m: int, v: int, g: int, grad_dtype: int, n: int, *rest: Any
-) -> None:
+def _through_plain(plain: Callable[..., None], arrays: Sequence[int], *rest: Any) -> None:
     """Call `plain` (adam_step, adam_record or adam_undo) on the joined arrays and split them again."""
+    weight, remainder, m, v, g, grad_dtype, n = arrays
     master, plain_v = _join(weight, remainder, v, n)
     addresses = int(master.ctypes.data), m, int(plain_v.ctypes.data)
-    plain(*addresses, g, grad_dtype, weight, _BF16, n, *rest)
+    plain((*addresses, g, grad_dtype, weight, _BF16, n), *rest)
     _split(master, plain_v, weight, remainder, v)
 
 
@@ -421,7 +433,7 @@ class Worker:
             if not active[param]:
                 continue
             lr, b1, b2, eps, wd = step.hyper[groups[param]]
-            scalars = adam_scalars(lr, b1, b2, eps, wd, int(steps[param]), scale)
+            scalars = adam_scalars((lr, b1, b2, eps, wd, int(steps[param]), scale, True, True))
             grad = b.grad + start * (4 if b.grad_dtype == _F32 else 2)
             out = b.out + start * 2 if b.out else 0
             arrays = (b.master + start * 4, b.exp_avg + start * 4, b.exp_avg_sq + start * 4)

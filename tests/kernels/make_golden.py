@@ -127,9 +127,8 @@ def run_adam(native: Any, grad: int, out: int, n: int, threads: int = 1) -> byte
     v &= np.uint32(0x7FFFFFFF)
     g, w = finite(GRADIENT, n, grad), _empty(0 if out == 0 else n, out)
     for t in range(1, STEPS + 1):
-        native.adam_step(
-            *map(_address, (p, m, v, g)), grad, _address(w) if out else 0, out, n, *HYPER, t, GRAD_SCALE, threads
-        )
+        arrays = (*map(_address, (p, m, v, g)), grad, _address(w) if out else 0, out, n)
+        native.adam_step(arrays, (*HYPER, t, GRAD_SCALE, True, True), threads)
     return b"".join(x.tobytes() for x in (p, m, v, w))
 
 

@@ -1,5 +1,6 @@
 """AdamW on flat arrays: near float64, equal in every bit across instruction sets, threads, starts and the fall-back."""
 
+import itertools
 import math
 
 import numpy as np
@@ -40,11 +41,9 @@ def step(isa: str, a: list[torch.Tensor], out: torch.Tensor | None, *, threads: 
     out = None if out is None else out.clone()
     for t in range(1, times + 1):
         if isa == "reference":
-            reference.adam_step(
-                p.data_ptr(), m.data_ptr(), v.data_ptr(), g.data_ptr(),
-                kernels.DTYPE_CODES[str(g.dtype)[6:]], 0 if out is None else out.data_ptr(),
-                0 if out is None else kernels.DTYPE_CODES[str(out.dtype)[6:]], p.numel(), *HYPER.values(), t, 0.37, 1,
-            )  # fmt: skip
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kernels, "native", reference)
+                kernels.adam_step(p, m, v, g, **HYPER, step=t, grad_scale=0.37, out16=out)
         else:
             with kernels.force_isa(isa):
                 kernels.adam_step(p, m, v, g, **HYPER, step=t, grad_scale=0.37, out16=out, threads=threads)
@@ -161,5 +160,6 @@ def test_unknown_isa():
 
 def test_scalars_are_those_of_the_fallback():
     for t in (1, 2, 17, 1000, 123_456):
-        args = (2e-4, 0.9, 0.95, 1e-6, 0.03, t, 0.25)
-        assert native.adam_scalars(*args) == reference.adam_scalars(*args)
+        for choices in itertools.product((True, False), repeat=2):
+            arguments = (2e-4, 0.9, 0.95, 1e-6, 0.03, t, 0.25, *choices)
+            assert native.adam_scalars(arguments) == reference.adam_scalars(arguments)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,8 +138,8 @@ def test_a_changed_bit_is_noticed():
 
     class OneUlp:
         @staticmethod
-        def adam_step(*arguments: float) -> None:
-            native.adam_step(*arguments[:8], lr * (1 + 2**-23), *arguments[9:])
+        def adam_step(arrays: tuple[int, ...], step: tuple[Any, ...], threads: int) -> None:
+            native.adam_step(arrays, (lr * (1 + 2**-23), *step[1:]), threads)
 
     for grad in range(3):
         for n in (33, 4099):
