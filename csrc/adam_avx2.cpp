@@ -89,12 +89,11 @@ struct Vector {
     const I x = bits(a);
     return floats({_mm256_add_epi32(x.low, distance.low), _mm256_add_epi32(x.high, distance.high)});
   }
-  static __m256i reach_of(__m256i a, __m256i b, __m256i c) {
+  static I reach(I distance) {
     const __m256i half = _mm256_set1_epi32(128);
-    return _mm256_or_si256(_mm256_or_si256(_mm256_add_epi32(a, half), _mm256_add_epi32(b, half)),
-                           _mm256_add_epi32(c, half));
+    return {_mm256_add_epi32(distance.low, half), _mm256_add_epi32(distance.high, half)};
   }
-  static I reach(I a, I b, I c) { return {reach_of(a.low, b.low, c.low), reach_of(a.high, b.high, c.high)}; }
+  static I either(I a, I b) { return {_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)}; }
   static bool any_beyond_byte(Whole, I reach) {
     return !_mm256_testz_si256(_mm256_or_si256(reach.low, reach.high), _mm256_set1_epi32(~0xFF));
   }

@@ -81,11 +81,8 @@ struct Vector {
 
   static I distance(F a, F b) { return _mm512_sub_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)); }
   static F moved(F a, I distance) { return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), distance)); }
-  static I reach(I a, I b, I c) {
-    const I half = _mm512_set1_epi32(128);
-    return _mm512_or_si512(_mm512_or_si512(_mm512_add_epi32(a, half), _mm512_add_epi32(b, half)),
-                           _mm512_add_epi32(c, half));
-  }
+  static I reach(I distance) { return _mm512_add_epi32(distance, _mm512_set1_epi32(128)); }
+  static I either(I a, I b) { return _mm512_or_si512(a, b); }
   template <class L>
   static bool any_beyond_byte(L, I reach) {
     return _mm512_test_epi32_mask(reach, _mm512_set1_epi32(~0xFF)) != 0;

@@ -78,11 +78,11 @@ struct Vector {
     const I x = bits(a);
     return floats({vaddq_u32(x.low, distance.low), vaddq_u32(x.high, distance.high)});
   }
-  static uint32x4_t reach_of(uint32x4_t a, uint32x4_t b, uint32x4_t c) {
+  static I reach(I distance) {
     const uint32x4_t half = vdupq_n_u32(128);
-    return vorrq_u32(vorrq_u32(vaddq_u32(a, half), vaddq_u32(b, half)), vaddq_u32(c, half));
+    return {vaddq_u32(distance.low, half), vaddq_u32(distance.high, half)};
   }
-  static I reach(I a, I b, I c) { return {reach_of(a.low, b.low, c.low), reach_of(a.high, b.high, c.high)}; }
+  static I either(I a, I b) { return {vorrq_u32(a.low, b.low), vorrq_u32(a.high, b.high)}; }
   static bool any_beyond_byte(Whole, I reach) { return vmaxvq_u32(vorrq_u32(reach.low, reach.high)) > 255u; }
   static I load_bytes(Whole, const std::int8_t* base, std::size_t i) {
     const int16x8_t h = vmovl_s8(vld1_s8(base + i));

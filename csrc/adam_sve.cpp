@@ -63,11 +63,8 @@ struct Vector {
   static F moved(F a, I distance) {
     return svreinterpret_f32_u32(svadd_u32_x(whole(), svreinterpret_u32_f32(a), distance));
   }
-  static I reach(I a, I b, I c) {
-    const svbool_t all = whole();
-    return svorr_u32_x(all, svorr_u32_x(all, svadd_n_u32_x(all, a, 128), svadd_n_u32_x(all, b, 128)),
-                       svadd_n_u32_x(all, c, 128));
-  }
+  static I reach(I distance) { return svadd_n_u32_x(whole(), distance, 128); }
+  static I either(I a, I b) { return svorr_u32_x(whole(), a, b); }
   static bool any_beyond_byte(svbool_t pg, I reach) { return svptest_any(pg, svcmpgt_n_u32(pg, reach, 255)); }
   static I load_bytes(svbool_t pg, const std::int8_t* base, std::size_t i) {
     return svreinterpret_u32_s32(svld1sb_s32(pg, base + i));

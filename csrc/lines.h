@@ -10,7 +10,7 @@
 #include <type_traits>
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace so {
@@ -43,12 +43,7 @@ class Staged {
       std::memcpy(to, from, part);
       to += part, from += part, left -= part;
     }
-    for (; left >= kLine; to += kLine, from += kLine, left -= kLine) {
-      for (std::size_t b = 0; b < kLine; b += sizeof(__m128i)) {
-        _mm_stream_si128(reinterpret_cast<__m128i*>(to + b),
-                         _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + b)));
-      }
-    }
+    for (; left >= kLine; to += kLine, from += kLine, left -= kLine) stream_line(to, from);
     if (left) std::memcpy(to, from, left);
 #endif
   }
@@ -62,6 +57,26 @@ class Staged {
 
  private:
   static constexpr std::size_t kLine = 64;
+
+#if defined(__AVX512F__)
+  static void stream_line(void* to, const void* from) {
+    _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(from));
+  }
+#elif defined(__AVX__)
+  static void stream_line(void* to, const void* from) {
+    __m256i* line = static_cast<__m256i*>(to);
+    const __m256i* x = static_cast<const __m256i*>(from);
+    _mm256_stream_si256(line, _mm256_loadu_si256(x));
+    _mm256_stream_si256(line + 1, _mm256_loadu_si256(x + 1));
+  }
+#elif defined(__x86_64__)
+  static void stream_line(void* to, const void* from) {
+    __m128i* line = static_cast<__m128i*>(to);
+    const __m128i* x = static_cast<const __m128i*>(from);
+    for (int i = 0; i < 4; ++i) _mm_stream_si128(line + i, _mm_loadu_si128(x + i));
+  }
+#endif
+
   alignas(64) std::uint8_t buffer_[kStreamsLines && Size > 0 ? kStagedBlock * Size : 1];
 };
 

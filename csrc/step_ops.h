@@ -73,15 +73,15 @@ SO_INLINE inline typename V::F scaled(typename V::F raw, typename V::F p0, const
 }
 
 // torch.optim's formula in its order: lerp for m, decay before the update, quotient scaled before division. The fused
-// multiply-adds stand where torch's kernels have theirs. Replaces p, m and v; returns the update.
+// multiply-adds stand where torch's kernels have theirs.
 template <class V>
-SO_INLINE inline typename V::F advance(typename V::F grad, typename V::F& p, typename V::F& m, typename V::F& v,
-                                       const AdamScalars& s) {
+SO_INLINE inline void advance_moments(typename V::F grad, typename V::F& m, typename V::F& v, const AdamScalars& s) {
   m = V::fma(V::set(s.one_minus_b1), V::sub(grad, m), m);
   v = V::fma(V::mul(V::set(s.one_minus_b2), grad), grad, V::mul(v, V::set(s.beta2)));
-  const auto update = update_of<V>(m, v, s);
-  p = V::add(V::mul(p, V::set(s.decay)), update);
-  return update;
+}
+template <class V>
+SO_INLINE inline typename V::F advanced(typename V::F p, typename V::F update, const AdamScalars& s) {
+  return V::add(V::mul(p, V::set(s.decay)), update);
 }
 
 // --- Loops ----------------------------------------------------------------------------------------------------------
@@ -91,8 +91,8 @@ const void* gradient_from(const void* g, std::size_t from) {
   return static_cast<const char*>(g) + from * (G == kF32 ? 4 : 2);
 }
 
-// Calls f(from, width, master of the block, its gradient) for blocks of n elements until it returns false. Blocks are
-// there for what is staged; where nothing is, all is one block.
+// Calls f(from, width, master of the block, its gradient) for blocks of n elements until one does less than `width`,
+// which is what f returns. Blocks are there for what is staged; where nothing is, all is one block.
 template <int G, bool Staging, class Master, class F>
 SO_INLINE inline void for_each_block(const Master& master, const void* g, std::size_t n, F&& f) {
   typename Master::Weights weights;
@@ -110,20 +110,21 @@ SO_INLINE inline void for_each_block(const Master& master, const void* g, std::s
 template <class V, int G, bool L2, class Master>
 void adam_loop(const Master& master, float* m, const void* g, std::size_t n, const AdamScalars& scalars) {
   const AdamScalars s = scalars;  // a copy that no store can change: it stays in registers
-  for_each_block<G, false>(master, g, n,
-                           [&](std::size_t from, std::size_t width, const Master& block, const void* grads) SO_INLINE {
-                             return for_each_vector<V>(width, [&](auto isa, auto lanes, std::size_t i) SO_INLINE {
-                               using W = decltype(isa);
-                               typename W::F v1 = W::template load<kF32>(lanes, block.v, i);
-                               typename W::F p1 = block.template load_p<W>(lanes, i, v1);
-                               typename W::F m1 = W::template load<kF32>(lanes, m + from, i);
-                               const auto grad = scaled<W, L2>(W::template load<G>(lanes, grads, i), p1, s);
-                               advance<W>(grad, p1, m1, v1, s);
-                               W::template store<kF32>(lanes, m + from, i, m1);
-                               block.template store<W>(lanes, i, p1, v1);
-                               return true;
-                             });
-                           });
+  const auto advance_block = [&](std::size_t from, std::size_t width, const Master& block,
+                                 const void* grads) SO_INLINE {
+    return for_each_vector<V>(width, [&](auto isa, auto lanes, std::size_t i) SO_INLINE {
+      using W = decltype(isa);
+      typename W::F v1 = W::template load<kF32>(lanes, block.v, i);
+      typename W::F p1 = block.template load_p<W>(lanes, i, v1);
+      typename W::F m1 = W::template load<kF32>(lanes, m + from, i);
+      advance_moments<W>(scaled<W, L2>(W::template load<G>(lanes, grads, i), p1, s), m1, v1, s);
+      p1 = advanced<W>(p1, update_of<W>(m1, v1, s), s);
+      W::template store<kF32>(lanes, m + from, i, m1);
+      block.template store<W>(lanes, i, p1, v1);
+      return true;
+    });
+  };
+  for_each_block<G, false>(master, g, n, advance_block);
 }
 
 template <class V, int G, class Master>

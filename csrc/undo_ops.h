@@ -79,47 +79,53 @@ std::size_t record_loop(const Master& master, float* m, const void* g, std::size
   const UndoTile record = tile;
   Staged<1> staged_p, staged_m, staged_v;
   std::size_t count = 0, stepped = 0;
-  for_each_block<G, true>(
-      master, g, n, [&](std::size_t from, std::size_t width, const Master& block, const void* grads) SO_INLINE {
-        auto* byte_p = static_cast<std::int8_t*>(staged_p.place(record.low_p + from));
-        auto* byte_m = static_cast<std::int8_t*>(staged_m.place(record.low_m + from));
-        auto* byte_v = static_cast<std::int8_t*>(staged_v.place(record.low_v + from));
-        const std::size_t done = for_each_vector<V>(width, [&](auto isa, auto lanes, std::size_t i) SO_INLINE {
-          using W = decltype(isa);
-          typename W::F v1 = W::template load<kF32>(lanes, block.v, i);
-          typename W::F p1 = block.template load_p<W>(lanes, i, v1);
-          typename W::F m1 = W::template load<kF32>(lanes, m + from, i);
-          const typename W::F p0 = p1, m0 = m1, v0 = v1;
-          const auto grad = scaled<W, L2>(W::template load<G>(lanes, grads, i), p0, s);
-          const auto update = advance<W>(grad, p1, m1, v1, s);
-          const auto off_p = W::distance(p0, estimate_p<W>(p1, update, r));
-          const auto off_m = W::distance(m0, estimate_m<W>(m1, grad, s, r));
-          const auto off_v = W::distance(v0, estimate_v<W>(v1, grad, s, r));
-          const auto reach = W::reach(off_p, off_m, off_v);
-          if (__builtin_expect(W::any_beyond_byte(lanes, reach), 0)) {
-            Spilled<W> x;
-            W::template store<kF32>(W::whole(), x.p, 0, p0);
-            W::template store<kF32>(W::whole(), x.m, 0, m0);
-            W::template store<kF32>(W::whole(), x.v, 0, v0);
-            W::spill(x.reach, reach);
-            const std::size_t here = width - i < W::width() ? width - i : W::width();
-            std::size_t now = count;
-            if (!append_escapes(x.p, x.m, x.v, x.reach, here, from + i, record.escapes, now)) return false;
-            count = now;
-          }
-          W::store_bytes(lanes, byte_p, i, off_p);
-          W::store_bytes(lanes, byte_m, i, off_m);
-          W::store_bytes(lanes, byte_v, i, off_v);
-          W::template store<kF32>(lanes, m + from, i, m1);
-          block.template store<W>(lanes, i, p1, v1);
-          return true;
-        });
-        staged_p.flush(record.low_p + from, done);
-        staged_m.flush(record.low_m + from, done);
-        staged_v.flush(record.low_v + from, done);
-        stepped = from + done;
-        return done;
-      });
+  const auto record_block = [&](std::size_t from, std::size_t width, const Master& block, const void* grads) SO_INLINE {
+    auto* byte_p = static_cast<std::int8_t*>(staged_p.place(record.low_p + from));
+    auto* byte_m = static_cast<std::int8_t*>(staged_m.place(record.low_m + from));
+    auto* byte_v = static_cast<std::int8_t*>(staged_v.place(record.low_v + from));
+    const std::size_t done = for_each_vector<V>(width, [&](auto isa, auto lanes, std::size_t i) SO_INLINE {
+      using W = decltype(isa);
+      typename W::F v1 = W::template load<kF32>(lanes, block.v, i);
+      typename W::F p1 = block.template load_p<W>(lanes, i, v1);
+      typename W::F m1 = W::template load<kF32>(lanes, m + from, i);
+      const typename W::F p0 = p1, m0 = m1, v0 = v1;
+      const auto grad = scaled<W, L2>(W::template load<G>(lanes, grads, i), p0, s);
+      advance_moments<W>(grad, m1, v1, s);
+      const auto update = update_of<W>(m1, v1, s);
+      // One after the other, and each byte stored at once: AVX2 has no registers for all three.
+      const auto off_m = W::distance(m0, estimate_m<W>(m1, grad, s, r));
+      W::store_bytes(lanes, byte_m, i, off_m);
+      auto reach = W::reach(off_m);
+      const auto off_v = W::distance(v0, estimate_v<W>(v1, grad, s, r));
+      W::store_bytes(lanes, byte_v, i, off_v);
+      reach = W::either(reach, W::reach(off_v));
+      p1 = advanced<W>(p0, update, s);
+      const auto off_p = W::distance(p0, estimate_p<W>(p1, update, r));
+      W::store_bytes(lanes, byte_p, i, off_p);
+      reach = W::either(reach, W::reach(off_p));
+      if (__builtin_expect(W::any_beyond_byte(lanes, reach), 0)) {
+        Spilled<W> x;  // of the old values, which are still where they were
+        typename W::F old_v = W::template load<kF32>(lanes, block.v, i);
+        W::template store<kF32>(W::whole(), x.p, 0, block.template load_p<W>(lanes, i, old_v));
+        W::template store<kF32>(W::whole(), x.m, 0, W::template load<kF32>(lanes, m + from, i));
+        W::template store<kF32>(W::whole(), x.v, 0, old_v);
+        W::spill(x.reach, reach);
+        const std::size_t here = width - i < W::width() ? width - i : W::width();
+        std::size_t now = count;
+        if (!append_escapes(x.p, x.m, x.v, x.reach, here, from + i, record.escapes, now)) return false;
+        count = now;
+      }
+      W::template store<kF32>(lanes, m + from, i, m1);
+      block.template store<W>(lanes, i, p1, v1);
+      return true;
+    });
+    staged_p.flush(record.low_p + from, done);
+    staged_m.flush(record.low_m + from, done);
+    staged_v.flush(record.low_v + from, done);
+    stepped = from + done;
+    return done;
+  };
+  for_each_block<G, true>(master, g, n, record_block);
   Staged<1>::fence();
   escaped = count;
   return stepped;
@@ -133,38 +139,41 @@ void undo_loop(const Master& master, float* m, const void* g, std::size_t n, con
   const Escape* const list = tile.escapes;
   const auto index = [&](std::size_t entry) { return entry < escaped ? std::size_t(list[entry].index) : kUndoTile; };
   std::size_t next = 0, next_index = index(0);
-  for_each_block<G, false>(
-      master, g, n, [&](std::size_t from, std::size_t width, const Master& block, const void* grads) SO_INLINE {
-        const auto* byte_p = reinterpret_cast<const std::int8_t*>(tile.low_p) + from;
-        const auto* byte_m = reinterpret_cast<const std::int8_t*>(tile.low_m) + from;
-        const auto* byte_v = reinterpret_cast<const std::int8_t*>(tile.low_v) + from;
-        return for_each_vector<V>(width, [&](auto isa, auto lanes, std::size_t i) SO_INLINE {
-          using W = decltype(isa);
-          typename W::F v0 = W::template load<kF32>(lanes, block.v, i);
-          typename W::F p0 = block.template load_p<W>(lanes, i, v0);
-          typename W::F m0 = W::template load<kF32>(lanes, m + from, i);
-          const auto raw = W::template load<G>(lanes, grads, i);
-          p0 = W::moved(estimate_p<W>(p0, update_of<W>(m0, v0, s), r), W::load_bytes(lanes, byte_p, i));
-          const auto grad = scaled<W, L2>(raw, p0, s);  // from the p that the step had
-          m0 = W::moved(estimate_m<W>(m0, grad, s, r), W::load_bytes(lanes, byte_m, i));
-          v0 = W::moved(estimate_v<W>(v0, grad, s, r), W::load_bytes(lanes, byte_v, i));
-          if (__builtin_expect(next_index < from + i + W::width(), 0)) {
-            Spilled<W> x;
-            W::template store<kF32>(W::whole(), x.p, 0, p0);
-            W::template store<kF32>(W::whole(), x.m, 0, m0);
-            W::template store<kF32>(W::whole(), x.v, 0, v0);
-            next = restore_escapes(x.p, x.m, x.v, W::width(), from + i, list, next, escaped);
-            next_index = index(next);
-            p0 = W::template load<kF32>(W::whole(), x.p, 0);
-            m0 = W::template load<kF32>(W::whole(), x.m, 0);
-            v0 = W::template load<kF32>(W::whole(), x.v, 0);
-          }
-          if constexpr (Redo) advance<W>(scaled<W, L2>(raw, p0, again), p0, m0, v0, again);
-          W::template store<kF32>(lanes, m + from, i, m0);
-          block.template store<W>(lanes, i, p0, v0);
-          return true;
-        });
-      });
+  const auto undo_block = [&](std::size_t from, std::size_t width, const Master& block, const void* grads) SO_INLINE {
+    const auto* byte_p = reinterpret_cast<const std::int8_t*>(tile.low_p) + from;
+    const auto* byte_m = reinterpret_cast<const std::int8_t*>(tile.low_m) + from;
+    const auto* byte_v = reinterpret_cast<const std::int8_t*>(tile.low_v) + from;
+    return for_each_vector<V>(width, [&](auto isa, auto lanes, std::size_t i) SO_INLINE {
+      using W = decltype(isa);
+      typename W::F v0 = W::template load<kF32>(lanes, block.v, i);
+      typename W::F p0 = block.template load_p<W>(lanes, i, v0);
+      typename W::F m0 = W::template load<kF32>(lanes, m + from, i);
+      const auto raw = W::template load<G>(lanes, grads, i);
+      p0 = W::moved(estimate_p<W>(p0, update_of<W>(m0, v0, s), r), W::load_bytes(lanes, byte_p, i));
+      const auto grad = scaled<W, L2>(raw, p0, s);  // from the p that the step had
+      m0 = W::moved(estimate_m<W>(m0, grad, s, r), W::load_bytes(lanes, byte_m, i));
+      v0 = W::moved(estimate_v<W>(v0, grad, s, r), W::load_bytes(lanes, byte_v, i));
+      if (__builtin_expect(next_index < from + i + W::width(), 0)) {
+        Spilled<W> x;
+        W::template store<kF32>(W::whole(), x.p, 0, p0);
+        W::template store<kF32>(W::whole(), x.m, 0, m0);
+        W::template store<kF32>(W::whole(), x.v, 0, v0);
+        next = restore_escapes(x.p, x.m, x.v, W::width(), from + i, list, next, escaped);
+        next_index = index(next);
+        p0 = W::template load<kF32>(W::whole(), x.p, 0);
+        m0 = W::template load<kF32>(W::whole(), x.m, 0);
+        v0 = W::template load<kF32>(W::whole(), x.v, 0);
+      }
+      if constexpr (Redo) {
+        advance_moments<W>(scaled<W, L2>(raw, p0, again), m0, v0, again);
+        p0 = advanced<W>(p0, update_of<W>(m0, v0, again), again);
+      }
+      W::template store<kF32>(lanes, m + from, i, m0);
+      block.template store<W>(lanes, i, p0, v0);
+      return true;
+    });
+  };
+  for_each_block<G, false>(master, g, n, undo_block);
 }
 
 template <class V, int G, class Master>

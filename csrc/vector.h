@@ -46,8 +46,9 @@ struct ScalarVector {
   // Of the undo record: floats of one sign are neighbours exactly where their bits are.
   static I distance(F a, F b) { return bits_of(a) - bits_of(b); }  // modulo 2^32
   static F moved(F a, I distance) { return float_of(bits_of(a) + distance); }
-  // At most 255 where all three are -128 to 127.
-  static I reach(I a, I b, I c) { return (a + 128u) | (b + 128u) | (c + 128u); }
+  // At most 255 where the distance is -128 to 127, and so where either is.
+  static I reach(I distance) { return distance + 128u; }
+  static I either(I a, I b) { return a | b; }
   static bool any_beyond_byte(Whole, I reach) { return reach > 255u; }
   static I load_bytes(Whole, const std::int8_t* base, std::size_t i) { return I(std::int32_t(base[i])); }
   static void store_bytes(Whole, std::int8_t* base, std::size_t i, I x) { base[i] = std::int8_t(x); }

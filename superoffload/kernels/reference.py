@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 NORM_CHUNK, NORM_LANES, COMBINE_LANES = 8192, 64, 1024
-UNDO_TILE, UNDO_ESCAPES = 16384, 512
+UNDO_TILE, UNDO_ESCAPES = 16384, 640
 _NOT_STEPPED = 0xFFFFFFFF
 _ESCAPE = np.dtype([("index", "<u4"), ("p", "<f4"), ("m", "<f4"), ("v", "<f4")])
 
