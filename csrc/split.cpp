@@ -14,12 +14,13 @@ std::uint32_t nan_bit(std::uint32_t u) { return std::int32_t(u & 0x7FFFFFFFu) > 
 }  // namespace
 
 void adam_split(std::uint16_t* weight, std::uint16_t* remainder, float* m, float* v, const void* g, int grad_dtype,
-                std::size_t n, const AdamScalars& s) {
-  kernels().adam_split[grad_dtype](weight, remainder, m, v, g, n, s);
+                std::size_t n, const AdamScalars& s, const KernelTable& k) {
+  k.adam_split[grad_dtype](weight, remainder, m, v, g, n, s);
 }
 
-void split(const float* p, std::uint16_t* weight, std::uint16_t* remainder, float* v, std::size_t n) {
-  kernels().split(p, v, n, weight, remainder, v);
+void split(const float* p, std::uint16_t* weight, std::uint16_t* remainder, float* v, std::size_t n,
+           const KernelTable& k) {
+  k.split(p, v, n, weight, remainder, v);
 }
 
 void join(const std::uint16_t* weight, const std::uint16_t* remainder, const float* v, float* p, float* plain_v,

@@ -11,8 +11,7 @@ int output_dtype(const void* out, int dtype) { return out ? dtype : int(kF32); }
 }  // namespace
 
 bool adam_record(float* p, float* m, float* v, const void* g, int grad_dtype, void* out, int out_dtype, std::size_t n,
-                 const AdamScalars& s, const UndoTile& r) {
-  const KernelTable& k = kernels();
+                 const AdamScalars& s, const UndoTile& r, const KernelTable& k) {
   const int output = output_dtype(out, out_dtype);
   std::size_t escaped = 0;
   const std::size_t stepped = k.record[grad_dtype][output](p, m, v, g, out, n, s, r, escaped);
@@ -28,14 +27,14 @@ bool adam_record(float* p, float* m, float* v, const void* g, int grad_dtype, vo
 }
 
 void adam_undo(float* p, float* m, float* v, const void* g, int grad_dtype, void* out, int out_dtype, std::size_t n,
-               const AdamScalars& s, const UndoTile& r) {
+               const AdamScalars& s, const UndoTile& r, const KernelTable& k) {
   if (*r.count == kNotStepped) return;
-  kernels().undo[grad_dtype][output_dtype(out, out_dtype)](p, m, v, g, out, n, s, s, r, *r.count);
+  k.undo[grad_dtype][output_dtype(out, out_dtype)](p, m, v, g, out, n, s, s, r, *r.count);
 }
 
 void adam_undo_redo(float* p, float* m, float* v, const void* g, int grad_dtype, void* out, int out_dtype,
-                    std::size_t n, const AdamScalars& old_step, const AdamScalars& new_step, const UndoTile& r) {
-  const KernelTable& k = kernels();
+                    std::size_t n, const AdamScalars& old_step, const AdamScalars& new_step, const UndoTile& r,
+                    const KernelTable& k) {
   const int output = output_dtype(out, out_dtype);
   if (*r.count == kNotStepped) {
     k.adam[grad_dtype][output](p, m, v, g, out, n, new_step);
@@ -45,8 +44,7 @@ void adam_undo_redo(float* p, float* m, float* v, const void* g, int grad_dtype,
 }
 
 bool adam_record_split(std::uint16_t* weight, std::uint16_t* remainder, float* m, float* v, const void* g,
-                       int grad_dtype, std::size_t n, const AdamScalars& s, const UndoTile& r) {
-  const KernelTable& k = kernels();
+                       int grad_dtype, std::size_t n, const AdamScalars& s, const UndoTile& r, const KernelTable& k) {
   std::size_t escaped = 0;
   const std::size_t stepped = k.record_split[grad_dtype](weight, remainder, m, v, g, n, s, r, escaped);
   if (stepped == n) {
@@ -59,15 +57,14 @@ bool adam_record_split(std::uint16_t* weight, std::uint16_t* remainder, float* m
 }
 
 void adam_undo_split(std::uint16_t* weight, std::uint16_t* remainder, float* m, float* v, const void* g, int grad_dtype,
-                     std::size_t n, const AdamScalars& s, const UndoTile& r) {
+                     std::size_t n, const AdamScalars& s, const UndoTile& r, const KernelTable& k) {
   if (*r.count == kNotStepped) return;
-  kernels().undo_split[grad_dtype](weight, remainder, m, v, g, n, s, s, r, *r.count);
+  k.undo_split[grad_dtype](weight, remainder, m, v, g, n, s, s, r, *r.count);
 }
 
 void adam_undo_redo_split(std::uint16_t* weight, std::uint16_t* remainder, float* m, float* v, const void* g,
                           int grad_dtype, std::size_t n, const AdamScalars& old_step, const AdamScalars& new_step,
-                          const UndoTile& r) {
-  const KernelTable& k = kernels();
+                          const UndoTile& r, const KernelTable& k) {
   if (*r.count == kNotStepped) {
     k.adam_split[grad_dtype](weight, remainder, m, v, g, n, new_step);
   } else {

@@ -28,13 +28,14 @@ constexpr std::uint32_t kNotStepped = 0xFFFFFFFFu;
 // All take at most kUndoTile elements; `g` and `out` as in AdamFn.
 // Returns false where too many elements escape: p, m and v are as they were, and `out` holds the weights of p.
 bool adam_record(float* p, float* m, float* v, const void* g, int grad_dtype, void* out, int out_dtype, std::size_t n,
-                 const AdamScalars& s, const UndoTile& record);
+                 const AdamScalars& s, const UndoTile& record, const KernelTable& k = kernels());
 // Takes the step `s` back; a tile that was not stepped is left alone.
 void adam_undo(float* p, float* m, float* v, const void* g, int grad_dtype, void* out, int out_dtype, std::size_t n,
-               const AdamScalars& s, const UndoTile& record);
+               const AdamScalars& s, const UndoTile& record, const KernelTable& k = kernels());
 // Takes `old_step` back and takes `new_step` instead, in one pass over memory; a tile that was not stepped takes
 // `new_step` alone.
 void adam_undo_redo(float* p, float* m, float* v, const void* g, int grad_dtype, void* out, int out_dtype,
-                    std::size_t n, const AdamScalars& old_step, const AdamScalars& new_step, const UndoTile& record);
+                    std::size_t n, const AdamScalars& old_step, const AdamScalars& new_step, const UndoTile& record,
+                    const KernelTable& k = kernels());
 
 }  // namespace so

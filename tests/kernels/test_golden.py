@@ -34,6 +34,7 @@ _DEFINITIONS = {
     "x86_64": ("-DSO_HAVE_AVX2=1", "-DSO_HAVE_AVX512=1"),
     "aarch64": ("-DSO_HAVE_NEON=1", "-DSO_HAVE_SVE=1"),
 }
+_COMMON_SOURCES = ("test_golden.cpp", "dispatch.cpp", "undo.cpp", "split.cpp", "adam_scalar.cpp")
 # What CMakeLists.txt gives every file, but for -O2 in the emulated builds, which have no speed to show.
 _FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi", f"-I{CSRC}")
 
@@ -154,7 +155,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
         pytest.skip(f"no instruction set of its own for {machine}")
     common = ["-O3", *_DEFINITIONS[machine]]
     units = {source: [*common, *_file_flags(source)] for source in _ISA_SOURCES[machine]}
-    units |= dict.fromkeys(("test_golden.cpp", "dispatch.cpp", "adam_scalar.cpp"), common)
+    units |= dict.fromkeys(_COMMON_SOURCES, common)
     return _build(tmp_path_factory.mktemp("native"), _compiler(), units)
 
 
@@ -189,9 +190,8 @@ def test_avx512_through_simde(tmp_path: Path):
     emulated = ["-O2", "-DSO_HAVE_AVX512=1", "-DSO_AVX512_SIMDE=1"]
     units = {
         "adam_avx512.cpp": [*emulated, f"-I{Path(__file__).parent}", *_file_flags("adam_avx2.cpp")],
+        **dict.fromkeys(_COMMON_SOURCES, ["-O2"]),
         "test_golden.cpp": emulated,
-        "dispatch.cpp": ["-O2"],
-        "adam_scalar.cpp": ["-O2"],
     }
     report = _build(tmp_path, _compiler(), units).run("avx512")
     assert report.differences() == {}
@@ -207,7 +207,7 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Report]:
     # GCC 12 would make vectors of its own out of the baseline's loops; the point here is the code as it is written.
     common = ["-O2", "-fno-tree-vectorize", *_DEFINITIONS["aarch64"]]
     units = {source: [*common, *_file_flags(source)] for source in _ISA_SOURCES["aarch64"]}
-    units |= dict.fromkeys(("test_golden.cpp", "dispatch.cpp", "adam_scalar.cpp"), common)
+    units |= dict.fromkeys(_COMMON_SOURCES, common)
     program = _build(tmp_path_factory.mktemp("aarch64"), compiler, units, link=("-static",))
     if nm := shutil.which("aarch64-linux-gnu-nm"):
         for source in _ISA_SOURCES["aarch64"]:
