@@ -108,7 +108,8 @@ SO_INLINE inline void for_each_block(const Master& master, const void* g, std::s
 }
 
 template <class V, int G, bool L2, class Master>
-void adam_loop(const Master& master, float* m, const void* g, std::size_t n, const AdamScalars& scalars) {
+[[gnu::noinline]] void adam_loop(const Master& master, float* m, const void* g, std::size_t n,
+                                 const AdamScalars& scalars) {
   const AdamScalars s = scalars;  // a copy that no store can change: it stays in registers
   const auto advance_block = [&](std::size_t from, std::size_t width, const Master& block,
                                  const void* grads) SO_INLINE {

@@ -325,7 +325,7 @@ def test_on_arm(tmp_path):
     if compiler is None:
         pytest.skip("no cross compiler (Debian: apt-get install g++-aarch64-linux-gnu)")
     emulator = test_golden._emulator("aarch64")
-    common = ["-O2", "-fno-tree-vectorize", *test_golden._DEFINITIONS["aarch64"]]
+    common = ["-O1", "-fno-tree-vectorize", *test_golden._DEFINITIONS["aarch64"]]
     units = {s: [*common, *test_golden._file_flags(s)] for s in test_golden._ISA_SOURCES["aarch64"]}
     sources = ("test_split.cpp", "split.cpp", "undo.cpp", "dispatch.cpp", "adam_scalar.cpp")
     program = test_golden._build(tmp_path, compiler, units | dict.fromkeys(sources, common), link=("-static",))
