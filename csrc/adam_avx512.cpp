@@ -13,126 +13,115 @@
 #include <immintrin.h>
 #endif
 
-#include "scalar_ops.h"
-#include "split_ops.h"
 #include "table.h"
-#include "undo_ops.h"
 
 namespace so {
 namespace {
 
-constexpr std::size_t kWidth = 16;
+struct Vector {
+  using F = __m512;
+  using I = __m512i;
+  using Lanes = __mmask16;
+  static constexpr std::size_t kMaxLanes = 16;
+  static constexpr int kUnroll = 2;
+  static constexpr bool kMasks = true;
 
-inline __mmask16 first_lanes(std::size_t count) { return __mmask16((1u << count) - 1u); }
+  static std::size_t width() { return kMaxLanes; }
+  static Whole whole() { return {}; }
+  static Lanes first_lanes(std::size_t count) { return count < kMaxLanes ? Lanes((1u << count) - 1u) : Lanes(0xFFFF); }
 
-// With Tail only the lanes of `k` are touched, a masked lane being neither read nor written; without it `k` is unused.
-template <bool Tail>
-inline __m512 load_f32(const float* x, __mmask16 k) {
-  if constexpr (Tail) return _mm512_maskz_loadu_ps(k, x);
-  return _mm512_loadu_ps(x);
-}
-
-template <bool Tail>
-inline void store_f32(float* x, __mmask16 k, __m512 value) {
-  if constexpr (Tail) {
-    _mm512_mask_storeu_ps(x, k, value);
-  } else {
-    _mm512_storeu_ps(x, value);
+  static __m256i load_16bit(Whole, const std::uint16_t* x) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
   }
-}
+  static __m256i load_16bit(Lanes k, const std::uint16_t* x) { return _mm256_maskz_loadu_epi16(k, x); }
+  static void store_16bit(Whole, std::uint16_t* x, __m256i h) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), h); }
+  static void store_16bit(Lanes k, std::uint16_t* x, __m256i h) { _mm256_mask_storeu_epi16(x, k, h); }
+  static F load_f32(Whole, const float* x) { return _mm512_loadu_ps(x); }
+  static F load_f32(Lanes k, const float* x) { return _mm512_maskz_loadu_ps(k, x); }
+  static void store_f32(Whole, float* x, F value) { _mm512_storeu_ps(x, value); }
+  static void store_f32(Lanes k, float* x, F value) { _mm512_mask_storeu_ps(x, k, value); }
 
-template <int D, bool Tail>
-inline __m512 load16(const void* base, std::size_t i, __mmask16 k) {
-  if constexpr (D == kF32) {
-    return load_f32<Tail>(static_cast<const float*>(base) + i, k);
-  } else {
-    const std::uint16_t* x = static_cast<const std::uint16_t*>(base) + i;
-    __m256i h;
-    if constexpr (Tail) {
-      h = _mm256_maskz_loadu_epi16(k, x);
+  template <int D, class L>
+  static F load(L lanes, const void* base, std::size_t i) {
+    if constexpr (D == kF32) {
+      return load_f32(lanes, static_cast<const float*>(base) + i);
     } else {
-      h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+      const __m256i h = load_16bit(lanes, static_cast<const std::uint16_t*>(base) + i);
+      if constexpr (D == kBF16) return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+      return _mm512_cvtph_ps(h);
     }
-    if constexpr (D == kBF16) return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
-    return _mm512_cvtph_ps(h);
   }
-}
 
-inline __m256i to_bf16(__m512 x) {
-  const __m512i u = _mm512_castps_si512(x);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-  const __m512i r = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
-  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, r, _mm512_set1_epi32(0x7FC0)));
-}
-
-template <int D, bool Tail>
-inline void store16(void* base, std::size_t i, __mmask16 k, __m512 x) {
-  if constexpr (D == kF32) {
-    store_f32<Tail>(static_cast<float*>(base) + i, k, x);
-  } else {
-    std::uint16_t* y = static_cast<std::uint16_t*>(base) + i;
-    __m256i h;
-    if constexpr (D == kBF16) {
-      h = to_bf16(x);
+  static __m256i to_bf16(F x) {
+    const I u = _mm512_castps_si512(x);
+    const I odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const I r = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, r, _mm512_set1_epi32(0x7FC0)));
+  }
+  template <int D, class L>
+  static void store(L lanes, void* base, std::size_t i, F x) {
+    if constexpr (D == kF32) {
+      store_f32(lanes, static_cast<float*>(base) + i, x);
+    } else if constexpr (D == kBF16) {
+      store_16bit(lanes, static_cast<std::uint16_t*>(base) + i, to_bf16(x));
     } else {
-      h = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    }
-    if constexpr (Tail) {
-      _mm256_mask_storeu_epi16(y, k, h);
-    } else {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), h);
+      store_16bit(lanes, static_cast<std::uint16_t*>(base) + i,
+                  _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
   }
-}
 
-template <int G, int O, bool Tail>
-inline void adam_sixteen(float* p, float* m, float* v, const void* g, void* out, std::size_t i, __mmask16 k,
-                         const AdamScalars& s) {
-  const __m512 raw = load16<G, Tail>(g, i, k);
-  const __m512 grad = _mm512_mul_ps(raw, _mm512_set1_ps(s.grad_scale));
-  const __m512 m0 = load_f32<Tail>(m + i, k);
-  const __m512 m1 = _mm512_fmadd_ps(_mm512_set1_ps(s.one_minus_b1), _mm512_sub_ps(grad, m0), m0);
-  const __m512 v1 = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(s.one_minus_b2), grad), grad,
-                                    _mm512_mul_ps(load_f32<Tail>(v + i, k), _mm512_set1_ps(s.beta2)));
-  const __m512 denominator =
-      _mm512_add_ps(_mm512_div_ps(_mm512_sqrt_ps(v1), _mm512_set1_ps(s.bc2_sqrt)), _mm512_set1_ps(s.eps));
-  const __m512 p1 = _mm512_add_ps(_mm512_mul_ps(load_f32<Tail>(p + i, k), _mm512_set1_ps(s.decay)),
-                                  _mm512_div_ps(_mm512_mul_ps(_mm512_set1_ps(s.neg_step_size), m1), denominator));
-  store_f32<Tail>(m + i, k, m1);
-  store_f32<Tail>(v + i, k, v1);
-  store_f32<Tail>(p + i, k, p1);
-  if constexpr (O != kF32) store16<O, Tail>(out, i, k, p1);
-}
+  static F set(float x) { return _mm512_set1_ps(x); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F sqrt(F a) { return _mm512_sqrt_ps(a); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 
-template <int G, int O>
-void adam(float* p, float* m, float* v, const void* g, void* out, std::size_t n, const AdamScalars& scalars) {
-  const AdamScalars s = scalars;  // a copy that no store can change: it stays in registers
-  std::size_t i = 0;
-  for (; i + 2 * kWidth <= n; i += 2 * kWidth) {  // two vectors in flight hide the latency of sqrt and divide
-    adam_sixteen<G, O, false>(p, m, v, g, out, i, 0, s);
-    adam_sixteen<G, O, false>(p, m, v, g, out, i + kWidth, 0, s);
+  static I distance(F a, F b) { return _mm512_sub_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)); }
+  static F moved(F a, I distance) { return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), distance)); }
+  static I reach(I distance) { return _mm512_add_epi32(distance, _mm512_set1_epi32(128)); }
+  static I either(I a, I b) { return _mm512_or_si512(a, b); }
+  template <class L>
+  static bool any_beyond_byte(L, I reach) {
+    return _mm512_test_epi32_mask(reach, _mm512_set1_epi32(~0xFF)) != 0;
   }
-  if (i + kWidth <= n) {
-    adam_sixteen<G, O, false>(p, m, v, g, out, i, 0, s);
-    i += kWidth;
+  static I load_bytes(Whole, const std::int8_t* base, std::size_t i) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(base + i)));
   }
-  if (i < n) adam_sixteen<G, O, true>(p, m, v, g, out, i, first_lanes(n - i), s);
-}
+  static I load_bytes(Lanes k, const std::int8_t* base, std::size_t i) {
+    return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(k, base + i));
+  }
+  static void store_bytes(Whole, std::int8_t* base, std::size_t i, I x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(base + i), _mm512_cvtepi32_epi8(x));
+  }
+  static void store_bytes(Lanes k, std::int8_t* base, std::size_t i, I x) {
+    _mm_mask_storeu_epi8(base + i, k, _mm512_cvtepi32_epi8(x));
+  }
+  static void spill(std::uint32_t* to, I x) { _mm512_storeu_si512(to, x); }
 
-template <int S, int D>
-void cast(const void* src, void* dst, std::size_t n) {
-  if constexpr (S == D) {
-    std::memcpy(dst, src, n * dtype_bytes(S));
-  } else {
-    std::size_t i = 0;
-    for (; i + kWidth <= n; i += kWidth) store16<D, false>(dst, i, 0, load16<S, false>(src, i, 0));
-    if (i < n) {
-      const __mmask16 k = first_lanes(n - i);
-      store16<D, true>(dst, i, k, load16<S, true>(src, i, k));
-    }
+  template <class L>
+  static F join(L lanes, const std::uint16_t* weight, const std::uint16_t* remainder, std::size_t i, F& v) {
+    const I w = _mm512_cvtepu16_epi32(load_16bit(lanes, weight + i)), u = _mm512_castps_si512(v);
+    const I lower = _mm512_cvtepu16_epi32(load_16bit(lanes, remainder + i));
+    const I odd = _mm512_and_si512(_mm512_xor_si512(w, _mm512_srli_epi32(u, 31)), _mm512_set1_epi32(1));
+    v = _mm512_castsi512_ps(_mm512_and_si512(u, _mm512_set1_epi32(0x7FFFFFFF)));
+    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_slli_epi32(_mm512_sub_epi32(w, odd), 16), lower));
   }
-}
+  template <class L>
+  static void store_remainder(L lanes, std::uint16_t* remainder, std::size_t i, F p) {
+    store_16bit(lanes, remainder + i, _mm512_cvtepi32_epi16(_mm512_castps_si512(p)));
+  }
+  static F flagged(F v, F p) {
+    const I sign = _mm512_set1_epi32(int(0x80000000u)), parity = _mm512_slli_epi32(_mm512_castps_si512(p), 15);
+    return _mm512_castsi512_ps(
+        _mm512_or_si512(_mm512_andnot_si512(sign, _mm512_castps_si512(v)), _mm512_and_si512(sign, parity)));
+  }
+
+  template <int D>
+  static double sum_sq(const void* x, std::size_t n);
+};
 
 // Adds the squares of sixteen elements to sixteen lanes. A square is exact in double, so the fused form rounds as the
 // separate one does.
@@ -143,23 +132,23 @@ inline void add_squares(__m512 x, __m512d& low, __m512d& high) {
 }
 
 template <int D>
-double sum_sq(const void* x, std::size_t n) {
-  static_assert(kNormLanes == 4 * kWidth, "all lanes are in registers at once");
+double Vector::sum_sq(const void* x, std::size_t n) {
+  static_assert(kNormLanes == 4 * kMaxLanes, "all lanes are in registers at once");
   __m512d a0 = _mm512_setzero_pd(), a1 = a0, a2 = a0, a3 = a0, a4 = a0, a5 = a0, a6 = a0, a7 = a0;
   std::size_t i = 0;
   for (; i + kNormLanes <= n; i += kNormLanes) {
-    add_squares(load16<D, false>(x, i, 0), a0, a1);
-    add_squares(load16<D, false>(x, i + 16, 0), a2, a3);
-    add_squares(load16<D, false>(x, i + 32, 0), a4, a5);
-    add_squares(load16<D, false>(x, i + 48, 0), a6, a7);
+    add_squares(load<D>(Whole{}, x, i), a0, a1);
+    add_squares(load<D>(Whole{}, x, i + 16), a2, a3);
+    add_squares(load<D>(Whole{}, x, i + 32), a4, a5);
+    add_squares(load<D>(Whole{}, x, i + 48), a6, a7);
   }
   // A masked lane loads zero, and a square of zero leaves a sum's bits as they are.
-  const auto left = [&](std::size_t from) { return n < from ? 0 : n - from < kWidth ? n - from : kWidth; };
+  const auto left = [&](std::size_t from) { return n < from ? 0 : n - from < kMaxLanes ? n - from : kMaxLanes; };
   if (i < n) {
-    add_squares(load16<D, true>(x, i, first_lanes(left(i))), a0, a1);
-    add_squares(load16<D, true>(x, i + 16, first_lanes(left(i + 16))), a2, a3);
-    add_squares(load16<D, true>(x, i + 32, first_lanes(left(i + 32))), a4, a5);
-    add_squares(load16<D, true>(x, i + 48, first_lanes(left(i + 48))), a6, a7);
+    add_squares(load<D>(first_lanes(left(i)), x, i), a0, a1);
+    add_squares(load<D>(first_lanes(left(i + 16)), x, i + 16), a2, a3);
+    add_squares(load<D>(first_lanes(left(i + 32)), x, i + 32), a4, a5);
+    add_squares(load<D>(first_lanes(left(i + 48)), x, i + 48), a6, a7);
   }
   // Lane l plus lane l + 32, and so on down to eight lanes.
   a0 = _mm512_add_pd(_mm512_add_pd(a0, a4), _mm512_add_pd(a2, a6));
@@ -169,7 +158,7 @@ double sum_sq(const void* x, std::size_t n) {
   return halve_lanes(lanes, 8);
 }
 
-constexpr KernelTable kTable = SO_KERNEL_TABLE("avx512");
+constexpr KernelTable kTable = table_of<Vector>("avx512");
 
 }  // namespace
 

@@ -1,102 +1,123 @@
-// NEON: four lanes of exactly what adam_scalar.cpp does. It belongs to the floor of the aarch64 ABI, so this file needs
-// no flags of its own; conversions between fp16 and fp32 are part of that floor, arithmetic in fp16 is not.
+// NEON: exactly what the one lane of vector.h does. A vector is two registers of four lanes, since one 128-bit load or
+// store of 16-bit values serves both, and two in flight hide the latency of square root and division. NEON belongs to
+// the floor of the aarch64 ABI, so this file needs no flags of its own; conversions between fp16 and fp32 are part of
+// that floor, arithmetic in fp16 is not.
 #include <arm_neon.h>
 
-#include "scalar_ops.h"
-#include "split_ops.h"
 #include "table.h"
-#include "undo_ops.h"
 
 namespace so {
 namespace {
 
-constexpr std::size_t kWidth = 4;
+struct Vector {
+  struct F {
+    float32x4_t low, high;
+  };
+  struct I {
+    uint32x4_t low, high;
+  };
+  static constexpr std::size_t kMaxLanes = 8;
+  static constexpr int kUnroll = 1;
+  static constexpr bool kMasks = false;
 
-// Two vectors at a time: one 128-bit load or store of 16-bit values serves both.
-struct Eight {
-  float32x4_t low, high;
-};
+  static std::size_t width() { return kMaxLanes; }
+  static Whole whole() { return {}; }
 
-template <int D>
-inline Eight load8(const void* base, std::size_t i) {
-  if constexpr (D == kF32) {
-    const float* x = static_cast<const float*>(base) + i;
-    return {vld1q_f32(x), vld1q_f32(x + kWidth)};
-  } else {
-    const uint16x8_t h = vld1q_u16(static_cast<const std::uint16_t*>(base) + i);
-    if constexpr (D == kBF16) {
-      return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)),
-              vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(h), 16))};
+  static I bits(F a) { return {vreinterpretq_u32_f32(a.low), vreinterpretq_u32_f32(a.high)}; }
+  static F floats(I a) { return {vreinterpretq_f32_u32(a.low), vreinterpretq_f32_u32(a.high)}; }
+
+  template <int D>
+  static F load(Whole, const void* base, std::size_t i) {
+    if constexpr (D == kF32) {
+      const float* x = static_cast<const float*>(base) + i;
+      return {vld1q_f32(x), vld1q_f32(x + 4)};
     } else {
+      const uint16x8_t h = vld1q_u16(static_cast<const std::uint16_t*>(base) + i);
+      if constexpr (D == kBF16) return floats({vshll_n_u16(vget_low_u16(h), 16), vshll_n_u16(vget_high_u16(h), 16)});
       const float16x8_t f = vreinterpretq_f16_u16(h);
       return {vcvt_f32_f16(vget_low_f16(f)), vcvt_high_f32_f16(f)};
     }
   }
-}
 
-inline uint16x4_t to_bf16(float32x4_t x) {
-  const uint32x4_t u = vreinterpretq_u32_f32(x);
-  const uint32x4_t odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
-  const uint32x4_t r = vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7FFF)));
-  return vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), r, vdupq_n_u32(0x7FC00000)), 16);  // a NaN is not equal to itself
-}
-
-template <int D>
-inline void store8(void* base, std::size_t i, Eight x) {
-  if constexpr (D == kF32) {
-    float* y = static_cast<float*>(base) + i;
-    vst1q_f32(y, x.low);
-    vst1q_f32(y + kWidth, x.high);
-  } else {
-    uint16x8_t h;
-    if constexpr (D == kBF16) {
-      h = vcombine_u16(to_bf16(x.low), to_bf16(x.high));
+  static uint16x4_t to_bf16(float32x4_t x) {
+    const uint32x4_t u = vreinterpretq_u32_f32(x);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
+    const uint32x4_t r = vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7FFF)));
+    return vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), r, vdupq_n_u32(0x7FC00000)), 16);  // a NaN is not equal to itself
+  }
+  template <int D>
+  static void store(Whole, void* base, std::size_t i, F x) {
+    if constexpr (D == kF32) {
+      float* y = static_cast<float*>(base) + i;
+      vst1q_f32(y, x.low);
+      vst1q_f32(y + 4, x.high);
     } else {
-      h = vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(x.low), x.high));
+      uint16x8_t h;
+      if constexpr (D == kBF16) {
+        h = vcombine_u16(to_bf16(x.low), to_bf16(x.high));
+      } else {
+        h = vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(x.low), x.high));
+      }
+      vst1q_u16(static_cast<std::uint16_t*>(base) + i, h);
     }
-    vst1q_u16(static_cast<std::uint16_t*>(base) + i, h);
   }
-}
 
-inline float32x4_t adam_four(float* p, float* m, float* v, float32x4_t g, std::size_t i, const AdamScalars& s) {
-  const float32x4_t grad = vmulq_f32(g, vdupq_n_f32(s.grad_scale));
-  const float32x4_t m0 = vld1q_f32(m + i);
-  const float32x4_t m1 = vfmaq_f32(m0, vdupq_n_f32(s.one_minus_b1), vsubq_f32(grad, m0));
-  const float32x4_t v1 =
-      vfmaq_f32(vmulq_f32(vld1q_f32(v + i), vdupq_n_f32(s.beta2)), vmulq_f32(vdupq_n_f32(s.one_minus_b2), grad), grad);
-  const float32x4_t denominator = vaddq_f32(vdivq_f32(vsqrtq_f32(v1), vdupq_n_f32(s.bc2_sqrt)), vdupq_n_f32(s.eps));
-  const float32x4_t p1 = vaddq_f32(vmulq_f32(vld1q_f32(p + i), vdupq_n_f32(s.decay)),
-                                   vdivq_f32(vmulq_f32(vdupq_n_f32(s.neg_step_size), m1), denominator));
-  vst1q_f32(m + i, m1);
-  vst1q_f32(v + i, v1);
-  vst1q_f32(p + i, p1);
-  return p1;
-}
+  static F set(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
+  static F add(F a, F b) { return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)}; }
+  static F sub(F a, F b) { return {vsubq_f32(a.low, b.low), vsubq_f32(a.high, b.high)}; }
+  static F mul(F a, F b) { return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)}; }
+  static F div(F a, F b) { return {vdivq_f32(a.low, b.low), vdivq_f32(a.high, b.high)}; }
+  static F sqrt(F a) { return {vsqrtq_f32(a.low), vsqrtq_f32(a.high)}; }
+  static F fma(F a, F b, F c) { return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)}; }
 
-template <int G, int O>
-void adam(float* p, float* m, float* v, const void* g, void* out, std::size_t n, const AdamScalars& scalars) {
-  const AdamScalars s = scalars;  // a copy that no store can change: it stays in registers
-  std::size_t i = 0;
-  for (; i + 2 * kWidth <= n; i += 2 * kWidth) {
-    const Eight grad = load8<G>(g, i);
-    Eight weight;
-    weight.low = adam_four(p, m, v, grad.low, i, s);
-    weight.high = adam_four(p, m, v, grad.high, i + kWidth, s);
-    if constexpr (O != kF32) store8<O>(out, i, weight);
+  static I distance(F a, F b) {
+    const I x = bits(a), y = bits(b);
+    return {vsubq_u32(x.low, y.low), vsubq_u32(x.high, y.high)};
   }
-  for (; i < n; ++i) adam_one<G, O>(p, m, v, g, out, i, s);
-}
-
-template <int S, int D>
-void cast(const void* src, void* dst, std::size_t n) {
-  if constexpr (S == D) {
-    std::memcpy(dst, src, n * dtype_bytes(S));
-  } else {
-    std::size_t i = 0;
-    for (; i + 2 * kWidth <= n; i += 2 * kWidth) store8<D>(dst, i, load8<S>(src, i));
-    for (; i < n; ++i) store<D>(dst, i, load<S>(src, i));
+  static F moved(F a, I distance) {
+    const I x = bits(a);
+    return floats({vaddq_u32(x.low, distance.low), vaddq_u32(x.high, distance.high)});
   }
-}
+  static I reach(I distance) {
+    const uint32x4_t half = vdupq_n_u32(128);
+    return {vaddq_u32(distance.low, half), vaddq_u32(distance.high, half)};
+  }
+  static I either(I a, I b) { return {vorrq_u32(a.low, b.low), vorrq_u32(a.high, b.high)}; }
+  static bool any_beyond_byte(Whole, I reach) { return vmaxvq_u32(vorrq_u32(reach.low, reach.high)) > 255u; }
+  static I load_bytes(Whole, const std::int8_t* base, std::size_t i) {
+    const int16x8_t h = vmovl_s8(vld1_s8(base + i));
+    return {vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(h))), vreinterpretq_u32_s32(vmovl_high_s16(h))};
+  }
+  static void store_bytes(Whole, std::int8_t* base, std::size_t i, I x) {
+    vst1_s8(base + i, vreinterpret_s8_u8(vmovn_u16(vcombine_u16(vmovn_u32(x.low), vmovn_u32(x.high)))));
+  }
+  static void spill(std::uint32_t* to, I x) {
+    vst1q_u32(to, x.low);
+    vst1q_u32(to + 4, x.high);
+  }
+
+  static F join(Whole, const std::uint16_t* weight, const std::uint16_t* remainder, std::size_t i, F& v) {
+    const I u = bits(v);
+    const uint16x8_t parity = vshrq_n_u16(vcombine_u16(vshrn_n_u32(u.low, 16), vshrn_n_u32(u.high, 16)), 15);
+    const uint16x8_t w = vld1q_u16(weight + i);
+    const uint16x8_t upper = vsubq_u16(w, vandq_u16(veorq_u16(w, parity), vdupq_n_u16(1)));
+    const uint16x8x2_t master = vzipq_u16(vld1q_u16(remainder + i), upper);
+    v = {vabsq_f32(v.low), vabsq_f32(v.high)};
+    return {vreinterpretq_f32_u16(master.val[0]), vreinterpretq_f32_u16(master.val[1])};
+  }
+  static void store_remainder(Whole, std::uint16_t* remainder, std::size_t i, F p) {
+    const I u = bits(p);
+    vst1q_u16(remainder + i, vcombine_u16(vmovn_u32(u.low), vmovn_u32(u.high)));
+  }
+  static F flagged(F v, F p) {
+    const I x = bits(v), y = bits(p);
+    const uint32x4_t sign = vdupq_n_u32(0x80000000u);
+    return floats({vbslq_u32(sign, vshlq_n_u32(y.low, 15), x.low), vbslq_u32(sign, vshlq_n_u32(y.high, 15), x.high)});
+  }
+
+  template <int D>
+  static double sum_sq(const void* x, std::size_t n);
+};
 
 // Adds the squares of four elements to four lanes. A square is exact in double, so the fused form rounds as the
 // separate one does.
@@ -107,7 +128,7 @@ inline void add_squares(float32x4_t x, float64x2_t& low, float64x2_t& high) {
 }
 
 template <int D>
-double sum_sq(const void* x, std::size_t n) {
+double Vector::sum_sq(const void* x, std::size_t n) {
   // Sixteen lanes at a time stay in registers; a chunk fits in the first-level cache, so four walks cost little.
   constexpr std::size_t kGroup = 16;
   alignas(16) double lanes[kNormLanes] = {};
@@ -116,7 +137,7 @@ double sum_sq(const void* x, std::size_t n) {
     float64x2_t a0 = vdupq_n_f64(0.0), a1 = a0, a2 = a0, a3 = a0, a4 = a0, a5 = a0, a6 = a0, a7 = a0;
     for (std::size_t r = 0; r < rows; ++r) {
       const std::size_t i = r * kNormLanes + base;
-      const Eight first = load8<D>(x, i), second = load8<D>(x, i + 8);
+      const F first = load<D>(whole(), x, i), second = load<D>(whole(), x, i + 8);
       add_squares(first.low, a0, a1);
       add_squares(first.high, a2, a3);
       add_squares(second.low, a4, a5);
@@ -126,13 +147,13 @@ double sum_sq(const void* x, std::size_t n) {
     for (std::size_t l = 0; l < kGroup; l += 2) vst1q_f64(lanes + base + l, sums[l / 2]);
   }
   for (std::size_t i = rows * kNormLanes; i < n; ++i) {
-    const double d = load<D>(x, i);
+    const double d = so::load<D>(x, i);
     lanes[i % kNormLanes] += d * d;
   }
   return halve_lanes(lanes, kNormLanes);
 }
 
-constexpr KernelTable kTable = SO_KERNEL_TABLE("neon");
+constexpr KernelTable kTable = table_of<Vector>("neon");
 
 }  // namespace
 

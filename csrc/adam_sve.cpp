@@ -1,91 +1,100 @@
-// SVE: exactly what adam_scalar.cpp does, for any vector length; a predicate cuts the last vector short. SVE2 and BF16
-// are not needed: bf16 is rounded with integers, because BFCVT keeps NaN payloads where the definition has one NaN (and
-// not every SVE machine has it). 16-bit values travel in 32-bit lanes: loads widen and stores narrow them on the way.
+// SVE: exactly what the one lane of vector.h does, for any vector length; a predicate cuts the last vector short. SVE2
+// and BF16 are not needed: bf16 is rounded with integers, because BFCVT keeps NaN payloads where the definition has one
+// NaN (and not every SVE machine has it). 16-bit values and bytes travel in 32-bit lanes: loads widen and stores narrow
+// them on the way.
 #include <arm_sve.h>
 
-#include "scalar_ops.h"
-#include "split_ops.h"
 #include "table.h"
-#include "undo_ops.h"
 
 namespace so {
 namespace {
 
-template <int D>
-inline svfloat32_t load_vector(svbool_t pg, const void* base, std::size_t i) {
-  if constexpr (D == kF32) {
-    return svld1_f32(pg, static_cast<const float*>(base) + i);
-  } else {
-    const svuint32_t h = svld1uh_u32(pg, static_cast<const std::uint16_t*>(base) + i);
-    if constexpr (D == kBF16) {
-      return svreinterpret_f32_u32(svlsl_n_u32_x(pg, h, 16));
+struct Vector {
+  using F = svfloat32_t;
+  using I = svuint32_t;
+  static constexpr std::size_t kMaxLanes = 64;  // of 2,048 bits
+  static constexpr int kUnroll = 2;
+  static constexpr bool kMasks = true;
+
+  static std::size_t width() { return svcntw(); }
+  static svbool_t whole() { return svptrue_b32(); }
+  static svbool_t first_lanes(std::size_t count) { return svwhilelt_b32(std::uint64_t(0), std::uint64_t(count)); }
+
+  template <int D>
+  static F load(svbool_t pg, const void* base, std::size_t i) {
+    if constexpr (D == kF32) {
+      return svld1_f32(pg, static_cast<const float*>(base) + i);
     } else {
-      return svcvt_f32_f16_x(pg, svreinterpret_f16_u32(h));  // reads the low half of each lane
+      const I h = svld1uh_u32(pg, static_cast<const std::uint16_t*>(base) + i);
+      if constexpr (D == kBF16) {
+        return svreinterpret_f32_u32(svlsl_n_u32_x(pg, h, 16));
+      } else {
+        return svcvt_f32_f16_x(pg, svreinterpret_f16_u32(h));  // reads the low half of each lane
+      }
     }
   }
-}
-
-template <int D>
-inline void store_vector(svbool_t pg, void* base, std::size_t i, svfloat32_t x) {
-  if constexpr (D == kF32) {
-    svst1_f32(pg, static_cast<float*>(base) + i, x);
-  } else {
-    svuint32_t h;
-    if constexpr (D == kBF16) {
-      const svuint32_t u = svreinterpret_u32_f32(x);
-      const svuint32_t odd = svand_n_u32_x(pg, svlsr_n_u32_x(pg, u, 16), 1);
-      const svuint32_t r = svlsr_n_u32_x(pg, svadd_u32_x(pg, svadd_n_u32_x(pg, u, 0x7FFF), odd), 16);
-      h = svsel_u32(svcmpuo_f32(pg, x, x), svdup_n_u32(0x7FC0), r);
+  template <int D>
+  static void store(svbool_t pg, void* base, std::size_t i, F x) {
+    if constexpr (D == kF32) {
+      svst1_f32(pg, static_cast<float*>(base) + i, x);
     } else {
-      h = svreinterpret_u32_f16(svcvt_f16_f32_x(pg, x));
-    }
-    svst1h_u32(pg, static_cast<std::uint16_t*>(base) + i, h);
-  }
-}
-
-template <int G, int O>
-inline void adam_vector(svbool_t pg, float* p, float* m, float* v, const void* g, void* out, std::size_t i,
-                        const AdamScalars& s) {
-  const svfloat32_t grad = svmul_n_f32_x(pg, load_vector<G>(pg, g, i), s.grad_scale);
-  const svfloat32_t m0 = svld1_f32(pg, m + i);
-  const svfloat32_t m1 = svmla_n_f32_x(pg, m0, svsub_f32_x(pg, grad, m0), s.one_minus_b1);
-  const svfloat32_t v1 =
-      svmla_f32_x(pg, svmul_n_f32_x(pg, svld1_f32(pg, v + i), s.beta2), svmul_n_f32_x(pg, grad, s.one_minus_b2), grad);
-  const svfloat32_t denominator = svadd_n_f32_x(pg, svdiv_n_f32_x(pg, svsqrt_f32_x(pg, v1), s.bc2_sqrt), s.eps);
-  const svfloat32_t p1 = svadd_f32_x(pg, svmul_n_f32_x(pg, svld1_f32(pg, p + i), s.decay),
-                                     svdiv_f32_x(pg, svmul_n_f32_x(pg, m1, s.neg_step_size), denominator));
-  svst1_f32(pg, m + i, m1);
-  svst1_f32(pg, v + i, v1);
-  svst1_f32(pg, p + i, p1);
-  if constexpr (O != kF32) store_vector<O>(pg, out, i, p1);
-}
-
-template <int G, int O>
-void adam(float* p, float* m, float* v, const void* g, void* out, std::size_t n, const AdamScalars& scalars) {
-  const AdamScalars s = scalars;  // a copy that no store can change: it stays in registers
-  const std::size_t width = svcntw();
-  const svbool_t all = svptrue_b32();
-  std::size_t i = 0;
-  for (; i + 2 * width <= n; i += 2 * width) {  // two vectors in flight hide the latency of sqrt and divide
-    adam_vector<G, O>(all, p, m, v, g, out, i, s);
-    adam_vector<G, O>(all, p, m, v, g, out, i + width, s);
-  }
-  for (; i < n; i += width) {
-    adam_vector<G, O>(svwhilelt_b32(std::uint64_t(i), std::uint64_t(n)), p, m, v, g, out, i, s);
-  }
-}
-
-template <int S, int D>
-void cast(const void* src, void* dst, std::size_t n) {
-  if constexpr (S == D) {
-    std::memcpy(dst, src, n * dtype_bytes(S));
-  } else {
-    for (std::size_t i = 0; i < n; i += svcntw()) {
-      const svbool_t pg = svwhilelt_b32(std::uint64_t(i), std::uint64_t(n));
-      store_vector<D>(pg, dst, i, load_vector<S>(pg, src, i));
+      I h;
+      if constexpr (D == kBF16) {
+        const I u = svreinterpret_u32_f32(x);
+        const I odd = svand_n_u32_x(pg, svlsr_n_u32_x(pg, u, 16), 1);
+        const I r = svlsr_n_u32_x(pg, svadd_u32_x(pg, svadd_n_u32_x(pg, u, 0x7FFF), odd), 16);
+        h = svsel_u32(svcmpuo_f32(pg, x, x), svdup_n_u32(0x7FC0), r);
+      } else {
+        h = svreinterpret_u32_f16(svcvt_f16_f32_x(pg, x));
+      }
+      svst1h_u32(pg, static_cast<std::uint16_t*>(base) + i, h);
     }
   }
-}
+
+  static F set(float x) { return svdup_n_f32(x); }
+  static F add(F a, F b) { return svadd_f32_x(whole(), a, b); }
+  static F sub(F a, F b) { return svsub_f32_x(whole(), a, b); }
+  static F mul(F a, F b) { return svmul_f32_x(whole(), a, b); }
+  static F div(F a, F b) { return svdiv_f32_x(whole(), a, b); }
+  static F sqrt(F a) { return svsqrt_f32_x(whole(), a); }
+  static F fma(F a, F b, F c) { return svmla_f32_x(whole(), c, a, b); }
+
+  static I distance(F a, F b) { return svsub_u32_x(whole(), svreinterpret_u32_f32(a), svreinterpret_u32_f32(b)); }
+  static F moved(F a, I distance) {
+    return svreinterpret_f32_u32(svadd_u32_x(whole(), svreinterpret_u32_f32(a), distance));
+  }
+  static I reach(I distance) { return svadd_n_u32_x(whole(), distance, 128); }
+  static I either(I a, I b) { return svorr_u32_x(whole(), a, b); }
+  static bool any_beyond_byte(svbool_t pg, I reach) { return svptest_any(pg, svcmpgt_n_u32(pg, reach, 255)); }
+  static I load_bytes(svbool_t pg, const std::int8_t* base, std::size_t i) {
+    return svreinterpret_u32_s32(svld1sb_s32(pg, base + i));
+  }
+  static void store_bytes(svbool_t pg, std::int8_t* base, std::size_t i, I x) {
+    svst1b_s32(pg, base + i, svreinterpret_s32_u32(x));
+  }
+  static void spill(std::uint32_t* to, I x) { svst1_u32(whole(), to, x); }
+
+  static F join(svbool_t pg, const std::uint16_t* weight, const std::uint16_t* remainder, std::size_t i, F& v) {
+    const svbool_t all = whole();
+    const I w = svld1uh_u32(pg, weight + i), lower = svld1uh_u32(pg, remainder + i);
+    const I odd = svand_n_u32_x(all, sveor_u32_x(all, w, svlsr_n_u32_x(all, svreinterpret_u32_f32(v), 31)), 1);
+    v = svabs_f32_x(all, v);
+    const I upper = svlsl_n_u32_x(all, svsub_u32_x(all, w, odd), 16);
+    return svreinterpret_f32_u32(svorr_u32_x(all, upper, lower));
+  }
+  static void store_remainder(svbool_t pg, std::uint16_t* remainder, std::size_t i, F p) {
+    svst1h_u32(pg, remainder + i, svreinterpret_u32_f32(p));
+  }
+  static F flagged(F v, F p) {
+    const svbool_t all = whole();
+    const I magnitude = svand_n_u32_x(all, svreinterpret_u32_f32(v), 0x7FFFFFFF);
+    const I parity = svand_n_u32_x(all, svlsl_n_u32_x(all, svreinterpret_u32_f32(p), 15), 0x80000000u);
+    return svreinterpret_f32_u32(svorr_u32_x(all, magnitude, parity));
+  }
+
+  template <int D>
+  static double sum_sq(const void* x, std::size_t n);
+};
 
 // Adds the squares of x[i ...] to the lanes of `sum` that `pg` names; the others keep their bits. A square is exact in
 // double, so the fused form rounds as the separate one does.
@@ -107,7 +116,7 @@ inline svfloat64_t add_squares(svbool_t pg, svfloat64_t sum, const void* x, std:
 }
 
 template <int D>
-double sum_sq(const void* x, std::size_t n) {
+double Vector::sum_sq(const void* x, std::size_t n) {
   // Eight vectors of lanes at a time stay in registers: four walks over a chunk at 128 bits, one from 512 bits on.
   // Predicates leave out lanes that this vector length has beyond the kNormLanes.
   const std::size_t width = svcntd();
@@ -141,7 +150,7 @@ double sum_sq(const void* x, std::size_t n) {
   return halve_lanes(lanes, kNormLanes);
 }
 
-constexpr KernelTable kTable = SO_KERNEL_TABLE("sve");
+constexpr KernelTable kTable = table_of<Vector>("sve");
 
 }  // namespace
 

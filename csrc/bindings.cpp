@@ -1,12 +1,14 @@
 // The Python face of the kernels. No arithmetic here; addresses are checked by superoffload.kernels.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <tuple>
 
 #include "kernels.h"
 #include "pool.h"
@@ -17,11 +19,10 @@ void bind_worker(nanobind::module_& m);     // bindings_worker.cpp
 void bind_placement(nanobind::module_& m);  // bindings_placement.cpp
 
 namespace nb = nanobind;
-using namespace nb::literals;
 
 namespace {
 
-constexpr std::size_t kTile = 16384;
+constexpr std::size_t kTile = 16384;  // of casts
 
 std::mutex shared_mutex;
 std::vector<int> shared_cores;
@@ -43,19 +44,92 @@ T* at(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-so::AdamScalars scalars_of(double lr, double b1, double b2, double eps, double wd, std::int64_t t, float scale) {
-  so::FloatEnvironment environment;  // the caller's rounding mode must not reach the constants
-  return so::adam_scalars({lr, b1, b2, eps, wd}, t, scale);
-}
+// What superoffload.kernels.arguments.StepArguments holds, in its order.
+using StepTuple = std::tuple<double, double, double, double, double, std::int64_t, float, bool, bool>;
+
+struct Step {
+  double lr, beta1, beta2, eps, weight_decay;
+  std::int64_t step;
+  float grad_scale;
+  bool decoupled, bias_correction;
+
+  explicit Step(const StepTuple& t) {
+    std::tie(lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, bias_correction) = t;
+  }
+  so::AdamScalars scalars(float scale) const {
+    so::FloatEnvironment environment;  // the caller's rounding mode must not reach the constants
+    return so::adam_scalars({lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction}, step, scale);
+  }
+  so::AdamScalars scalars() const { return scalars(grad_scale); }
+};
+
+// Addresses of the arrays of a step, the gradient's and the weights' dtype, and the length: superoffload.kernels'
+// PlainArrays and SplitArrays. `from` gives the addresses of a tile.
+using PlainTuple =
+    std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, int, std::uintptr_t, int, std::size_t>;
+struct PlainArrays {
+  float *p, *m, *v;
+  char *g, *out;
+  int grad_dtype, out_dtype;
+  std::size_t n;
+
+  explicit PlainArrays(const PlainTuple& t)
+      : p(at<float>(std::get<0>(t))),
+        m(at<float>(std::get<1>(t))),
+        v(at<float>(std::get<2>(t))),
+        g(at<char>(std::get<3>(t))),
+        out(at<char>(std::get<5>(t))),
+        grad_dtype(std::get<4>(t)),
+        out_dtype(out ? std::get<6>(t) : int(so::kF32)),
+        n(std::get<7>(t)) {}
+  PlainArrays from(std::size_t i) const {
+    PlainArrays part = *this;
+    part.p += i, part.m += i, part.v += i, part.g += i * so::dtype_bytes(grad_dtype);
+    if (out) part.out += i * so::dtype_bytes(out_dtype);
+    return part;
+  }
+};
+
+using SplitTuple =
+    std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, int, std::size_t>;
+struct SplitArrays {
+  std::uint16_t *weight, *remainder;
+  float *m, *v;
+  char* g;
+  int grad_dtype;
+  std::size_t n;
+
+  explicit SplitArrays(const SplitTuple& t)
+      : weight(at<std::uint16_t>(std::get<0>(t))),
+        remainder(at<std::uint16_t>(std::get<1>(t))),
+        m(at<float>(std::get<2>(t))),
+        v(at<float>(std::get<3>(t))),
+        g(at<char>(std::get<4>(t))),
+        grad_dtype(std::get<5>(t)),
+        n(std::get<6>(t)) {}
+  SplitArrays from(std::size_t i) const {
+    SplitArrays part = *this;
+    part.weight += i, part.remainder += i, part.m += i, part.v += i, part.g += i * so::dtype_bytes(grad_dtype);
+    return part;
+  }
+};
 
 // Addresses of a whole record; tile i has its part of each array.
+using RecordTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>;
 struct RecordArrays {
-  std::uintptr_t low_p, low_m, low_v, escapes, counts;
+  std::uint8_t *low_p, *low_m, *low_v;
+  so::Escape* escapes;
+  std::uint32_t* counts;
 
+  explicit RecordArrays(const RecordTuple& t)
+      : low_p(at<std::uint8_t>(std::get<0>(t))),
+        low_m(at<std::uint8_t>(std::get<1>(t))),
+        low_v(at<std::uint8_t>(std::get<2>(t))),
+        escapes(at<so::Escape>(std::get<3>(t))),
+        counts(at<std::uint32_t>(std::get<4>(t))) {}
   so::UndoTile tile(std::size_t i) const {
     const std::size_t from = i * so::kUndoTile;
-    return {at<std::uint8_t>(low_p) + from, at<std::uint8_t>(low_m) + from, at<std::uint8_t>(low_v) + from,
-            at<so::Escape>(escapes) + i * so::kEscapes, at<std::uint32_t>(counts) + i};
+    return {low_p + from, low_m + from, low_v + from, escapes + i * so::kEscapes, counts + i};
   }
 };
 
@@ -86,39 +160,48 @@ NB_MODULE(_kernels, m) {
   m.def("active_isa", [] { return std::string(so::kernels().name); });
   m.def("force_isa", [](const std::string& name) { return so::force_isa(name.c_str()); });
 
-  m.def("adam_scalars", [](double lr, double b1, double b2, double eps, double wd, std::int64_t t, float scale) {
-    const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
+  m.def("adam_scalars", [](const StepTuple& step) {
+    const so::AdamScalars s = Step(step).scalars();
     return nb::make_tuple(s.grad_scale, s.one_minus_b1, s.beta2, s.one_minus_b2, s.decay, s.neg_step_size, s.bc2_sqrt,
-                          s.eps);
+                          s.eps, s.l2);
   });
-  m.def("adam_step", [](std::uintptr_t p, std::uintptr_t mm, std::uintptr_t v, std::uintptr_t g, int grad_dtype,
-                        std::uintptr_t out, int out_dtype, std::size_t n, double lr, double b1, double b2, double eps,
-                        double wd, std::int64_t t, float scale, int threads) {
+  m.def("adam_step", [](const PlainTuple& arrays, const StepTuple& step, int threads) {
     nb::gil_scoped_release release;
-    const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
-    const so::AdamFn adam = so::kernels().adam[grad_dtype][out ? out_dtype : int(so::kF32)];
-    const std::size_t gs = so::dtype_bytes(grad_dtype), os = so::dtype_bytes(out_dtype);
-    shared_pool(threads).for_each((n + kTile - 1) / kTile,
-                                  [&](std::size_t i) {
-                                    const std::size_t from = i * kTile, count = n - from < kTile ? n - from : kTile;
-                                    adam(at<float>(p) + from, at<float>(mm) + from, at<float>(v) + from,
-                                         at<char>(g) + from * gs, out ? at<char>(out) + from * os : nullptr, count, s);
-                                  },
-                                  threads);
+    const PlainArrays all(arrays);
+    const so::AdamScalars s = Step(step).scalars();
+    const so::AdamFn adam = so::kernels().adam[all.grad_dtype][all.out_dtype];
+    for_each_tile(all.n, threads, [&](std::size_t, std::size_t from, std::size_t count) {
+      const PlainArrays a = all.from(from);
+      adam(a.p, a.m, a.v, a.g, a.out, count, s);
+    });
   });
   m.attr("UNDO_TILE") = so::kUndoTile;
   m.attr("UNDO_ESCAPES") = so::kEscapes;
-  m.def("adam_record", [](std::uintptr_t p, std::uintptr_t mm, std::uintptr_t v, std::uintptr_t g, int grad_dtype,
-                          std::uintptr_t out, int out_dtype, std::size_t n, double lr, double b1, double b2, double eps,
-                          double wd, std::int64_t t, float scale, std::uintptr_t low_p, std::uintptr_t low_m,
-                          std::uintptr_t low_v, std::uintptr_t escapes, std::uintptr_t counts, int threads) {
+  m.def("adam_record", [](const PlainTuple& arrays, const StepTuple& step, const RecordTuple& into, int threads) {
     nb::gil_scoped_release release;
-    const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
-    const RecordArrays record{low_p, low_m, low_v, escapes, counts};
-    const std::size_t gs = so::dtype_bytes(grad_dtype), os = so::dtype_bytes(out_dtype);
-    for_each_tile(n, threads, [&](std::size_t i, std::size_t from, std::size_t count) {
-      so::adam_record(at<float>(p) + from, at<float>(mm) + from, at<float>(v) + from, at<char>(g) + from * gs,
-                      grad_dtype, out ? at<char>(out) + from * os : nullptr, out_dtype, count, s, record.tile(i));
+    const PlainArrays all(arrays);
+    const RecordArrays record(into);
+    const so::AdamScalars s = Step(step).scalars();
+    for_each_tile(all.n, threads, [&](std::size_t i, std::size_t from, std::size_t count) {
+      const PlainArrays a = all.from(from);
+      so::adam_record(a.p, a.m, a.v, a.g, a.grad_dtype, a.out, a.out_dtype, count, s, record.tile(i));
+    });
+  });
+  // new_scale negative: undo only.
+  m.def("adam_undo", [](const PlainTuple& arrays, const StepTuple& step, const RecordTuple& from_record,
+                        float new_scale, int threads) {
+    nb::gil_scoped_release release;
+    const PlainArrays all(arrays);
+    const RecordArrays record(from_record);
+    const so::AdamScalars s = Step(step).scalars(), again = Step(step).scalars(new_scale);
+    for_each_tile(all.n, threads, [&](std::size_t i, std::size_t from, std::size_t count) {
+      const PlainArrays a = all.from(from);
+      const so::UndoTile tile = record.tile(i);
+      if (new_scale < 0.0f) {
+        so::adam_undo(a.p, a.m, a.v, a.g, a.grad_dtype, a.out, a.out_dtype, count, s, tile);
+      } else {
+        so::adam_undo_redo(a.p, a.m, a.v, a.g, a.grad_dtype, a.out, a.out_dtype, count, s, again, tile);
+      }
     });
   });
   m.def("adam_stream",
@@ -129,75 +212,42 @@ NB_MODULE(_kernels, m) {
             k.stream(at<float>(p) + from, at<float>(mm) + from, at<float>(v) + from, at<float>(g) + from, count);
           });
         });
-  // new_scale negative: undo only.
-  m.def("adam_undo",
-        [](std::uintptr_t p, std::uintptr_t mm, std::uintptr_t v, std::uintptr_t g, int grad_dtype, std::uintptr_t out,
-           int out_dtype, std::size_t n, double lr, double b1, double b2, double eps, double wd, std::int64_t t,
-           float scale, std::uintptr_t low_p, std::uintptr_t low_m, std::uintptr_t low_v, std::uintptr_t escapes,
-           std::uintptr_t counts, float new_scale, int threads) {
-          nb::gil_scoped_release release;
-          const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
-          const so::AdamScalars redo = scalars_of(lr, b1, b2, eps, wd, t, new_scale);
-          const RecordArrays record{low_p, low_m, low_v, escapes, counts};
-          const std::size_t gs = so::dtype_bytes(grad_dtype), os = so::dtype_bytes(out_dtype);
-          for_each_tile(n, threads, [&](std::size_t i, std::size_t from, std::size_t count) {
-            float *pp = at<float>(p) + from, *pm = at<float>(mm) + from, *pv = at<float>(v) + from;
-            const void* pg = at<char>(g) + from * gs;
-            void* po = out ? at<char>(out) + from * os : nullptr;
-            if (new_scale < 0.0f) {
-              so::adam_undo(pp, pm, pv, pg, grad_dtype, po, out_dtype, count, s, record.tile(i));
-            } else {
-              so::adam_undo_redo(pp, pm, pv, pg, grad_dtype, po, out_dtype, count, s, redo, record.tile(i));
-            }
-          });
-        });
-  m.def("adam_step_split", [](std::uintptr_t weight, std::uintptr_t remainder, std::uintptr_t mm, std::uintptr_t v,
-                              std::uintptr_t g, int grad_dtype, std::size_t n, double lr, double b1, double b2,
-                              double eps, double wd, std::int64_t t, float scale, int threads) {
+  m.def("adam_step_split", [](const SplitTuple& arrays, const StepTuple& step, int threads) {
     nb::gil_scoped_release release;
-    const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
-    const std::size_t gs = so::dtype_bytes(grad_dtype);
-    for_each_tile(n, threads, [&](std::size_t, std::size_t from, std::size_t count) {
-      so::adam_split(at<std::uint16_t>(weight) + from, at<std::uint16_t>(remainder) + from, at<float>(mm) + from,
-                     at<float>(v) + from, at<char>(g) + from * gs, grad_dtype, count, s);
+    const SplitArrays all(arrays);
+    const so::AdamScalars s = Step(step).scalars();
+    for_each_tile(all.n, threads, [&](std::size_t, std::size_t from, std::size_t count) {
+      const SplitArrays a = all.from(from);
+      so::adam_split(a.weight, a.remainder, a.m, a.v, a.g, a.grad_dtype, count, s);
     });
   });
-  m.def("adam_record_split", [](std::uintptr_t weight, std::uintptr_t remainder, std::uintptr_t mm, std::uintptr_t v,
-                                std::uintptr_t g, int grad_dtype, std::size_t n, double lr, double b1, double b2,
-                                double eps, double wd, std::int64_t t, float scale, std::uintptr_t low_p,
-                                std::uintptr_t low_m, std::uintptr_t low_v, std::uintptr_t escapes,
-                                std::uintptr_t counts, int threads) {
+  m.def("adam_record_split", [](const SplitTuple& arrays, const StepTuple& step, const RecordTuple& into, int threads) {
     nb::gil_scoped_release release;
-    const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
-    const RecordArrays record{low_p, low_m, low_v, escapes, counts};
-    const std::size_t gs = so::dtype_bytes(grad_dtype);
-    for_each_tile(n, threads, [&](std::size_t i, std::size_t from, std::size_t count) {
-      so::adam_record_split(at<std::uint16_t>(weight) + from, at<std::uint16_t>(remainder) + from, at<float>(mm) + from,
-                            at<float>(v) + from, at<char>(g) + from * gs, grad_dtype, count, s, record.tile(i));
+    const SplitArrays all(arrays);
+    const RecordArrays record(into);
+    const so::AdamScalars s = Step(step).scalars();
+    for_each_tile(all.n, threads, [&](std::size_t i, std::size_t from, std::size_t count) {
+      const SplitArrays a = all.from(from);
+      so::adam_record_split(a.weight, a.remainder, a.m, a.v, a.g, a.grad_dtype, count, s, record.tile(i));
     });
   });
   // new_scale negative: undo only.
-  m.def("adam_undo_split",
-        [](std::uintptr_t weight, std::uintptr_t remainder, std::uintptr_t mm, std::uintptr_t v, std::uintptr_t g,
-           int grad_dtype, std::size_t n, double lr, double b1, double b2, double eps, double wd, std::int64_t t,
-           float scale, std::uintptr_t low_p, std::uintptr_t low_m, std::uintptr_t low_v, std::uintptr_t escapes,
-           std::uintptr_t counts, float new_scale, int threads) {
-          nb::gil_scoped_release release;
-          const so::AdamScalars s = scalars_of(lr, b1, b2, eps, wd, t, scale);
-          const so::AdamScalars redo = scalars_of(lr, b1, b2, eps, wd, t, new_scale);
-          const RecordArrays record{low_p, low_m, low_v, escapes, counts};
-          const std::size_t gs = so::dtype_bytes(grad_dtype);
-          for_each_tile(n, threads, [&](std::size_t i, std::size_t from, std::size_t count) {
-            std::uint16_t *pw = at<std::uint16_t>(weight) + from, *pr = at<std::uint16_t>(remainder) + from;
-            float *pm = at<float>(mm) + from, *pv = at<float>(v) + from;
-            const void* pg = at<char>(g) + from * gs;
-            if (new_scale < 0.0f) {
-              so::adam_undo_split(pw, pr, pm, pv, pg, grad_dtype, count, s, record.tile(i));
-            } else {
-              so::adam_undo_redo_split(pw, pr, pm, pv, pg, grad_dtype, count, s, redo, record.tile(i));
-            }
-          });
-        });
+  m.def("adam_undo_split", [](const SplitTuple& arrays, const StepTuple& step, const RecordTuple& from_record,
+                              float new_scale, int threads) {
+    nb::gil_scoped_release release;
+    const SplitArrays all(arrays);
+    const RecordArrays record(from_record);
+    const so::AdamScalars s = Step(step).scalars(), again = Step(step).scalars(new_scale);
+    for_each_tile(all.n, threads, [&](std::size_t i, std::size_t from, std::size_t count) {
+      const SplitArrays a = all.from(from);
+      const so::UndoTile tile = record.tile(i);
+      if (new_scale < 0.0f) {
+        so::adam_undo_split(a.weight, a.remainder, a.m, a.v, a.g, a.grad_dtype, count, s, tile);
+      } else {
+        so::adam_undo_redo_split(a.weight, a.remainder, a.m, a.v, a.g, a.grad_dtype, count, s, again, tile);
+      }
+    });
+  });
   m.def("split", [](std::uintptr_t p, std::uintptr_t weight, std::uintptr_t remainder, std::uintptr_t v, std::size_t n,
                     int threads) {
     nb::gil_scoped_release release;

@@ -106,16 +106,18 @@ double combine_partials(const double* partials, std::size_t n) {
 }
 
 AdamScalars adam_scalars(const AdamHyper& h, std::int64_t t, float grad_scale) {
-  const double bc1 = 1.0 - power(h.beta1, t), bc2 = 1.0 - power(h.beta2, t);
+  const double bc1 = h.bias_correction ? 1.0 - power(h.beta1, t) : 1.0;
+  const double bc2 = h.bias_correction ? 1.0 - power(h.beta2, t) : 1.0;
   AdamScalars s;
   s.grad_scale = grad_scale;
   s.one_minus_b1 = float(1.0 - h.beta1);
   s.beta2 = float(h.beta2);
   s.one_minus_b2 = float(1.0 - h.beta2);
-  s.decay = float(1.0 - h.lr * h.weight_decay);
+  s.decay = h.decoupled ? float(1.0 - h.lr * h.weight_decay) : 1.0f;
   s.neg_step_size = float(-(h.lr / bc1));
   s.bc2_sqrt = float(std::sqrt(bc2));
   s.eps = float(h.eps);
+  s.l2 = h.decoupled ? 0.0f : float(h.weight_decay);
   return s;
 }
 

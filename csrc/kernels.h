@@ -23,10 +23,11 @@ struct AdamScalars {
   float one_minus_b1;  // 1 - beta1
   float beta2;
   float one_minus_b2;   // 1 - beta2
-  float decay;          // 1 - lr * weight_decay
-  float neg_step_size;  // -lr / (1 - beta1^t)
-  float bc2_sqrt;       // sqrt(1 - beta2^t)
+  float decay;          // 1 - lr * weight_decay, or 1
+  float neg_step_size;  // -lr / (1 - beta1^t), or -lr
+  float bc2_sqrt;       // sqrt(1 - beta2^t), or 1
   float eps;
+  float l2;  // weight decay that is added to the gradient, or 0
 };
 
 // p, m, v are updated in place; `out` (16-bit weights) may be null when the table entry is the no-output one.
@@ -35,28 +36,44 @@ using CastFn = void (*)(const void* src, void* dst, std::size_t n);
 // Sum of squares of at most kNormChunk elements, over kNormLanes virtual lanes, in double.
 using SumSqFn = double (*)(const void* x, std::size_t n);
 
-// Blocks of a step with an undo record, and of its undoing; see undo_ops.h.
-using RecordFn = bool (*)(float* p, float* m, float* v, const float* g, std::size_t n, const AdamScalars& s,
-                          std::uint32_t* old_p, std::uint32_t* old_m, std::uint32_t* old_v, std::uint32_t* off,
-                          std::uint8_t* low_p, std::uint8_t* low_m, std::uint8_t* low_v);
-using UndoFn = void (*)(float* p, float* m, float* v, const float* g, std::size_t n, const AdamScalars& s,
-                        const std::uint8_t* low_p, const std::uint8_t* low_m, const std::uint8_t* low_v);
+struct UndoTile;  // undo.h
 
-// Blocks of the split master; see split_ops.h.
+// A step with an undo record, over at most a tile. Stops before the vector that would overflow the escape list: returns
+// how many elements were stepped, and in `escaped` how many entries are theirs.
+using RecordFn = std::size_t (*)(float* p, float* m, float* v, const void* g, void* out, std::size_t n,
+                                 const AdamScalars& s, const UndoTile& record, std::size_t& escaped);
+// Takes `old_step` back, with the first `escaped` entries of the list; the redoing one takes `new_step` afterwards.
+using UndoFn = void (*)(float* p, float* m, float* v, const void* g, void* out, std::size_t n,
+                        const AdamScalars& old_step, const AdamScalars& new_step, const UndoTile& record,
+                        std::size_t escaped);
+
+// The same on the split master; see split_ops.h.
+using AdamSplitFn = void (*)(std::uint16_t* weight, std::uint16_t* remainder, float* m, float* v, const void* g,
+                             std::size_t n, const AdamScalars& s);
+using RecordSplitFn = std::size_t (*)(std::uint16_t* weight, std::uint16_t* remainder, float* m, float* v,
+                                      const void* g, std::size_t n, const AdamScalars& s, const UndoTile& record,
+                                      std::size_t& escaped);
+using UndoSplitFn = void (*)(std::uint16_t* weight, std::uint16_t* remainder, float* m, float* v, const void* g,
+                             std::size_t n, const AdamScalars& old_step, const AdamScalars& new_step,
+                             const UndoTile& record, std::size_t escaped);
 using JoinFn = void (*)(const std::uint16_t* weight, const std::uint16_t* remainder, const float* v, std::size_t n,
                         float* p, float* plain_v);
-using SplitFn = void (*)(const float* p, const float* plain_v, std::size_t n, std::uint16_t* remainder, float* v);
+using SplitFn = void (*)(const float* p, const float* plain_v, std::size_t n, std::uint16_t* weight,
+                         std::uint16_t* remainder, float* v);
 
 struct KernelTable {
   const char* name;
   AdamFn adam[kDTypes][kDTypes];  // [gradient dtype][output dtype; kF32 = no output]
+  RecordFn record[kDTypes][kDTypes];
+  UndoFn undo[kDTypes][kDTypes], undo_redo[kDTypes][kDTypes];
+  AdamSplitFn adam_split[kDTypes];  // [gradient dtype]
+  RecordSplitFn record_split[kDTypes];
+  UndoSplitFn undo_split[kDTypes], undo_redo_split[kDTypes];
+  JoinFn join;
+  SplitFn split;
   CastFn cast[kDTypes][kDTypes];  // [source][destination]
   SumSqFn sum_sq[kDTypes];
-  RecordFn record_block;
-  UndoFn undo_block;
   void (*stream)(float* p, float* m, float* v, const float* g, std::size_t n);  // the ceiling; see undo_ops.h
-  JoinFn join_block;
-  SplitFn split_block;
 };
 
 const KernelTable* scalar_table();
@@ -84,6 +101,8 @@ double combine_partials(const double* partials, std::size_t n);
 // Hyperparameters of one parameter group, and the scalars of a parameter at integer step `t` (1 for the first).
 struct AdamHyper {
   double lr, beta1, beta2, eps, weight_decay;
+  bool decoupled = true;  // AdamW; false adds weight_decay * p to the gradient, as torch.optim.Adam does
+  bool bias_correction = true;
 };
 AdamScalars adam_scalars(const AdamHyper& h, std::int64_t t, float grad_scale);
 

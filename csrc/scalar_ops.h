@@ -1,6 +1,6 @@
-// Scalar arithmetic shared by every instruction-set file, for its tails. Everything is in an unnamed namespace on
-// purpose: an inline function with external linkage, compiled here with AVX2 flags, could be the copy that the linker
-// keeps for the baseline file too.
+// Conversions and memory, one element at a time: the definition of what every instruction set does with a dtype.
+// Everything in these headers is in an unnamed namespace on purpose: an inline function with external linkage, compiled
+// here with AVX2 flags, could be the copy that the linker keeps for the baseline file too.
 #pragma once
 
 #include <cmath>
@@ -72,21 +72,6 @@ inline void store(void* base, std::size_t i, float x) {
   } else {
     static_cast<std::uint16_t*>(base)[i] = D == kBF16 ? f32_to_bf16(x) : f32_to_f16(x);
   }
-}
-
-// torch.optim.AdamW's formula in its order: lerp for m, decay before the update, quotient scaled before division. The
-// two fused multiply-adds stand where torch's kernels have theirs; at the ABI floor libm provides them, exactly.
-template <int G, int O>
-inline void adam_one(float* p, float* m, float* v, const void* g, void* out, std::size_t i, const AdamScalars& s) {
-  const float grad = load<G>(g, i) * s.grad_scale;
-  const float m1 = __builtin_fmaf(s.one_minus_b1, grad - m[i], m[i]);
-  const float v1 = __builtin_fmaf(s.one_minus_b2 * grad, grad, v[i] * s.beta2);
-  const float denominator = std::sqrt(v1) / s.bc2_sqrt + s.eps;
-  const float p1 = p[i] * s.decay + (s.neg_step_size * m1) / denominator;
-  m[i] = m1;
-  v[i] = v1;
-  p[i] = p1;
-  if constexpr (O != kF32) store<O>(out, i, p1);
 }
 
 inline double halve_lanes(double* lanes, std::size_t count) {

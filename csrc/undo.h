@@ -9,12 +9,7 @@
 namespace so {
 
 constexpr std::size_t kUndoTile = 16384;  // elements that share an escape list
-constexpr std::size_t kEscapes = 512;     // per tile: 3.1 %, half a byte per parameter
-
-constexpr std::size_t kUndoBlock =
-    512;  // elements handled at a time: all arrays of a block fit in the first-level cache
-
-constexpr std::uint32_t kByteReach = 255;  // of (old - estimate + 128): what one byte can repair
+constexpr std::size_t kEscapes = 640;     // per tile: 3.9 %, five eighths of a byte per parameter
 
 struct Escape {
   std::uint32_t index;  // within the tile
@@ -24,22 +19,23 @@ struct Escape {
 // Memory of the record of one tile, and what was written there. `count` is kNotStepped where the escape list would have
 // overflowed: then the tile was left as it was and waits for the verdict.
 struct UndoTile {
-  std::uint8_t *low_p, *low_m, *low_v;  // n bytes each
+  std::uint8_t *low_p, *low_m, *low_v;  // n signed bytes each, see undo_ops.h; fastest where they begin a cache line
   Escape* escapes;                      // kEscapes entries
   std::uint32_t* count;
 };
 constexpr std::uint32_t kNotStepped = 0xFFFFFFFFu;
 
 // All take at most kUndoTile elements; `g` and `out` as in AdamFn.
-// Returns false, with nothing changed, where too many elements escape.
+// Returns false where too many elements escape: p, m and v are as they were, and `out` holds the weights of p.
 bool adam_record(float* p, float* m, float* v, const void* g, int grad_dtype, void* out, int out_dtype, std::size_t n,
-                 const AdamScalars& s, const UndoTile& record);
+                 const AdamScalars& s, const UndoTile& record, const KernelTable& k = kernels());
 // Takes the step `s` back; a tile that was not stepped is left alone.
 void adam_undo(float* p, float* m, float* v, const void* g, int grad_dtype, void* out, int out_dtype, std::size_t n,
-               const AdamScalars& s, const UndoTile& record);
+               const AdamScalars& s, const UndoTile& record, const KernelTable& k = kernels());
 // Takes `old_step` back and takes `new_step` instead, in one pass over memory; a tile that was not stepped takes
 // `new_step` alone.
 void adam_undo_redo(float* p, float* m, float* v, const void* g, int grad_dtype, void* out, int out_dtype,
-                    std::size_t n, const AdamScalars& old_step, const AdamScalars& new_step, const UndoTile& record);
+                    std::size_t n, const AdamScalars& old_step, const AdamScalars& new_step, const UndoTile& record,
+                    const KernelTable& k = kernels());
 
 }  // namespace so

@@ -19,7 +19,8 @@ bool seen(std::uintptr_t ticket, std::int64_t value) {
 }
 
 bool operator==(const AdamHyper& a, const AdamHyper& b) {
-  return a.lr == b.lr && a.beta1 == b.beta1 && a.beta2 == b.beta2 && a.eps == b.eps && a.weight_decay == b.weight_decay;
+  return a.lr == b.lr && a.beta1 == b.beta1 && a.beta2 == b.beta2 && a.eps == b.eps &&
+         a.weight_decay == b.weight_decay && a.decoupled == b.decoupled && a.bias_correction == b.bias_correction;
 }
 
 }  // namespace

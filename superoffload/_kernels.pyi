@@ -10,38 +10,21 @@ UNDO_ESCAPE_BYTES: int
 def isas() -> list[str]: ...
 def active_isa() -> str: ...
 def force_isa(name: str) -> bool: ...
-def adam_scalars(
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float
-) -> tuple[float, float, float, float, float, float, float, float]: ...
-def adam_step(
-    p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float, threads: int,
-) -> None: ...  # fmt: skip
-def adam_record(
-    p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
-    low_p: int, low_m: int, low_v: int, escapes: int, counts: int, threads: int,
-) -> None: ...  # fmt: skip
+
+# Tuples of addresses and what else the native functions take together; superoffload.kernels has named ones.
+_Step = tuple[float, float, float, float, float, int, float, bool, bool]  # StepArguments
+_Plain = tuple[int, int, int, int, int, int, int, int]  # PlainArrays
+_Split = tuple[int, int, int, int, int, int, int]  # SplitArrays
+_Record = tuple[int, int, int, int, int]  # bytes of p, m and v, escapes, counts
+
+def adam_scalars(step: _Step) -> tuple[float, float, float, float, float, float, float, float, float]: ...
+def adam_step(arrays: _Plain, step: _Step, threads: int) -> None: ...
+def adam_record(arrays: _Plain, step: _Step, record: _Record, threads: int) -> None: ...
+def adam_undo(arrays: _Plain, step: _Step, record: _Record, new_scale: float, threads: int) -> None: ...
 def adam_stream(p: int, m: int, v: int, g: int, n: int, threads: int) -> None: ...
-def adam_undo(
-    p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
-    low_p: int, low_m: int, low_v: int, escapes: int, counts: int, new_scale: float, threads: int,
-) -> None: ...  # fmt: skip
-def adam_step_split(
-    weight: int, remainder: int, m: int, v: int, g: int, grad_dtype: int, n: int,
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float, threads: int,
-) -> None: ...  # fmt: skip
-def adam_record_split(
-    weight: int, remainder: int, m: int, v: int, g: int, grad_dtype: int, n: int,
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
-    low_p: int, low_m: int, low_v: int, escapes: int, counts: int, threads: int,
-) -> None: ...  # fmt: skip
-def adam_undo_split(
-    weight: int, remainder: int, m: int, v: int, g: int, grad_dtype: int, n: int,
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
-    low_p: int, low_m: int, low_v: int, escapes: int, counts: int, new_scale: float, threads: int,
-) -> None: ...  # fmt: skip
+def adam_step_split(arrays: _Split, step: _Step, threads: int) -> None: ...
+def adam_record_split(arrays: _Split, step: _Step, record: _Record, threads: int) -> None: ...
+def adam_undo_split(arrays: _Split, step: _Step, record: _Record, new_scale: float, threads: int) -> None: ...
 def split(p: int, weight: int, remainder: int, v: int, n: int, threads: int) -> None: ...
 def join(weight: int, remainder: int, v: int, p: int, plain_v: int, n: int, threads: int) -> None: ...
 def any_sign(x: int, n: int) -> bool: ...

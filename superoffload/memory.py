@@ -19,7 +19,7 @@ CUDA_CONTEXT_BYTES = 1_000_000_000
 """CUDA context, library workspaces and allocator slack kept free on a GPU; assumed."""
 HOST_RESERVE_BYTES = 4_000_000_000
 """System, Python and PyTorch on the host; assumed."""
-UNDO_TILE, UNDO_TILE_BYTES = 16384, 512 * 16 + 4
+UNDO_TILE, UNDO_TILE_BYTES = 16384, 640 * 16 + 4
 """Elements that share an escape list, and its bytes; csrc/undo.h."""
 SMALL_HOST_RESERVE_BYTES = 2_000_000_000
 """The same where GPU and CPU share one memory, as on a laptop; assumed."""

@@ -13,9 +13,10 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from superoffload.errors import InputError, unknown_name
+from superoffload.kernels.arguments import StepOptions, step_arguments
 
 if TYPE_CHECKING:
     from superoffload import _kernels as native
@@ -158,68 +159,43 @@ def _refuse_overlap(spans: dict[str, tuple[int, int]]) -> None:
 
 
 def adam_step(
-    p: Any,
-    m: Any,
-    v: Any,
-    g: Any,
-    *,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    step: int,
-    grad_scale: float = 1.0,
-    out16: Any = None,
-    threads: int | None = None,
+    p: Any, m: Any, v: Any, g: Any, *, out16: Any = None, threads: int | None = None, **options: Unpack[StepOptions]
 ) -> None:
-    """One AdamW step in place, in one pass over memory; the formula and its order are torch.optim.AdamW's.
+    """One Adam step in place, in one pass over memory; the formula and its order are torch.optim.AdamW's, or with
+    ``decoupled_weight_decay=False`` torch.optim.Adam's.
 
     Args:
         p, m, v: fp32 master weights and moments, length n; updated.
         g: gradient, length n, fp32, bf16 or fp16; multiplied by `grad_scale` in fp32.
-        step: 1 for the first step.
         out16: bf16 or fp16, length n; receives the new weights, rounded to nearest even.
         threads: None uses every core the process may run on.
+        options: `lr` and `step` (1 for the first), and what else `superoffload.kernels.arguments.StepArguments` has
+            with its defaults: `beta1`, `beta2`, `eps`, `weight_decay`, `grad_scale`, `decoupled_weight_decay`,
+            `bias_correction`.
 
     Raises:
-        InputError: wrong dtype, shape, stride, device or length, a read-only or overlapping array. Nothing is changed.
+        InputError: wrong dtype, shape, stride, device or length, a read-only or overlapping array, or a step below 1.
+            Nothing is changed.
     """
-    arrays = check_arrays(p, m, v, g, out16, step=step)
-    native.adam_step(
-        arrays.p,
-        arrays.m,
-        arrays.v,
-        arrays.g,
-        DTYPE_CODES[arrays.grad_dtype],
-        arrays.out,
-        DTYPE_CODES[arrays.out_dtype],
-        arrays.length,
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        step,
-        grad_scale,
-        resolve_threads(threads),
-    )
+    arguments, arrays = step_arguments(options), check_arrays(p, m, v, g, out16)
+    native.adam_step(arrays, arguments, resolve_threads(threads))
 
 
-class Described(NamedTuple):
-    """Addresses, dtypes and length of the arrays of a step; `out` is 0 where there is none."""
+class PlainArrays(NamedTuple):
+    """Addresses, dtype codes and length of the arrays of a step, as the native functions take them; `out` is 0 where
+    there is none."""
 
     p: int
     m: int
     v: int
     g: int
-    grad_dtype: str
+    grad_dtype: int
     out: int
-    out_dtype: str
+    out_dtype: int
     length: int
 
 
-def check_arrays(p: Any, m: Any, v: Any, g: Any, out16: Any, *, step: int) -> Described:
+def check_arrays(p: Any, m: Any, v: Any, g: Any, out16: Any) -> PlainArrays:
     """Check everything that a step is given, before anything is changed; see `adam_step` for what is raised."""
     _notice_fallback()
     spans: dict[str, tuple[int, int]] = {}
@@ -239,24 +215,20 @@ def check_arrays(p: Any, m: Any, v: Any, g: Any, out16: Any, *, step: int) -> De
         spans[name] = (address, n * (4 if dtype == "float32" else 2))
     if len(set(lengths.values())) != 1:
         raise InputError(f"lengths differ: {lengths}", expected="equal lengths")
-    if step < 1:
-        raise InputError(f"step = {step}", expected="at least 1 (the first step is 1)")
     _refuse_overlap(spans)
     out, out_dtype = described.get("out16", (0, "float32"))
     grad, grad_dtype = described["g"]
-    return Described(
-        described["p"][0], described["m"][0], described["v"][0], grad, grad_dtype, out, out_dtype, lengths["p"]
-    )
+    addresses = described["p"][0], described["m"][0], described["v"][0]
+    return PlainArrays(*addresses, grad, DTYPE_CODES[grad_dtype], out, DTYPE_CODES[out_dtype], lengths["p"])
 
 
-def adam_scalars(
-    *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, grad_scale: float = 1.0
-) -> tuple[float, ...]:
-    """The fp32 constants of a step: grad_scale, 1-beta1, beta2, 1-beta2, 1-lr·wd, -lr/bc1, sqrt(bc2), eps.
+def adam_scalars(**options: Unpack[StepOptions]) -> tuple[float, ...]:
+    """The fp32 constants of a step: grad_scale, 1-beta1, beta2, 1-beta2, 1-lr·wd, -lr/bc1, sqrt(bc2), eps, and the
+    weight decay that is added to the gradient.
 
     The GPU kernel takes these, so that both processors multiply by the same numbers.
     """
-    return tuple(native.adam_scalars(lr, beta1, beta2, eps, weight_decay, step, grad_scale))
+    return tuple(native.adam_scalars(step_arguments(options)))
 
 
 def cast(src: Any, dst: Any, *, threads: int | None = None) -> None:

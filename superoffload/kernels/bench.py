@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from superoffload import kernels
+from superoffload.kernels.arguments import StepArguments
 from superoffload.kernels.peers import (
     HYPER,
     SCALE,
@@ -197,7 +198,8 @@ def call_overhead_us(threads: int) -> dict[str, float]:
         ``total``: a native call that finds the threads asleep, the dearest there is.
     """
     p, m, v, g = (torch.rand(1) for _ in range(4))
-    at = tuple(int(x.data_ptr()) for x in (p, m, v, g))
+    arrays = (p.data_ptr(), m.data_ptr(), v.data_ptr(), g.data_ptr(), 0, 0, 0, 1)
+    arguments = StepArguments(lr=1e-4, step=11)
 
     def median_us(call: Callable[[], None]) -> float:
         taken = []
@@ -209,11 +211,7 @@ def call_overhead_us(threads: int) -> dict[str, float]:
 
     found = {
         "python": median_us(lambda: kernels.adam_step(p, m, v, g, **HYPER, step=11, threads=threads)),
-        "native": median_us(
-            lambda: kernels.native.adam_step(
-                at[0], at[1], at[2], at[3], 0, 0, 0, 1, 1e-4, 0.9, 0.999, 1e-8, 0.01, 11, 1.0, threads
-            )
-        ),
+        "native": median_us(lambda: kernels.native.adam_step(arrays, arguments, threads)),
     }
     if kernels.capabilities()["compiled"]:
         pool = kernels.native.Pool(threads)

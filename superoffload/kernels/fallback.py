@@ -14,16 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from superoffload.kernels.arguments import StepArguments
 from superoffload.kernels.reference import (
-    _F32,
     COMBINE_LANES,
     NORM_CHUNK,
     NORM_LANES,
     UNDO_ESCAPES,
     UNDO_TILE,
-    Array,
-    _adam,
-    _at,
     active_isa,
     adam_record,
     adam_record_split,
@@ -42,7 +39,8 @@ from superoffload.kernels.reference import (
     norm_partials,
     split,
     split_failures,
-)  # fmt: skip
+)
+from superoffload.kernels.reference_step import _F32, Array, _adam, _at
 
 UNDO_ESCAPE_BYTES = 16
 
@@ -216,7 +214,7 @@ class Worker:
             if not active[param]:
                 continue
             lr, b1, b2, eps, wd = step.hyper[groups[param]]
-            scalars = adam_scalars(lr, b1, b2, eps, wd, int(steps[param]), scale)
+            scalars = adam_scalars(StepArguments(lr, b1, b2, eps, wd, int(steps[param]), scale))
             grad = b.grad + start * (4 if b.grad_dtype == _F32 else 2)
             out = b.out + start * 2 if b.out else 0
             arrays = (b.master + start * 4, b.exp_avg + start * 4, b.exp_avg_sq + start * 4)

@@ -26,8 +26,8 @@ _ROWS_AT_ONCE = 16
 @triton.jit
 def _adam_kernel(
     p_ptr, m_ptr, v_ptr, g_ptr, w_ptr, n, coefficient_ptr, skip_ptr,
-    unscale, one_minus_b1, beta2, one_minus_b2, decay, neg_step_size, bc2_sqrt, eps,
-    WRITE: tl.constexpr, BLOCK: tl.constexpr,
+    unscale, one_minus_b1, beta2, one_minus_b2, decay, neg_step_size, bc2_sqrt, eps, l2,
+    L2: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = (i < n) & (tl.load(skip_ptr) == 0)
@@ -36,6 +36,8 @@ def _adam_kernel(
     m0 = tl.load(m_ptr + i, mask=mask, other=0.0)
     v0 = tl.load(v_ptr + i, mask=mask, other=0.0)
     p0 = tl.load(p_ptr + i, mask=mask, other=0.0)
+    if L2:
+        grad = tl.fma(l2 + tl.zeros_like(p0), p0, grad)
     m1 = tl.fma(one_minus_b1 + tl.zeros_like(m0), grad - m0, m0)
     v1 = tl.fma(one_minus_b2 * grad, grad, v0 * beta2)
     denominator = tl.div_rn(tl.sqrt_rn(v1), bc2_sqrt + tl.zeros_like(v1)) + eps
@@ -110,7 +112,7 @@ def adam_step(
     unscale: float,
     scalars: tuple[float, ...],
 ) -> None:
-    """AdamW on flat CUDA tensors, in place, without a host synchronisation.
+    """Adam on flat CUDA tensors, in place, without a host synchronisation.
 
     Args:
         p, m, v: fp32, length n. g: gradient, any float dtype. w: 16-bit weights to write, or None.
@@ -121,7 +123,7 @@ def adam_step(
     n = p.numel()
     _adam_kernel[(triton.cdiv(n, _BLOCK),)](
         p, m, v, g, p if w is None else w, n, coefficient, skip, unscale, *scalars[1:],
-        WRITE=w is not None, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+        L2=scalars[8] != 0.0, WRITE=w is not None, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -1,26 +1,59 @@
 """The kernels in numpy, with the compiled module's interface and its exact bits.
 
 Used where no compiler was found (see fallback.py), and by tests. Everything takes addresses, as the compiled module
-does; the operations and their order are those of csrc/scalar_ops.h.
+does; steps and their undo record are in reference_step.py.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from superoffload.kernels.reference_step import (
+    _BF16,
+    UNDO_ESCAPES,
+    UNDO_TILE,
+    Array,
+    _at,
+    _load,
+    _storage,
+    _store,
+    adam_record,
+    adam_scalars,
+    adam_step,
+    adam_stream,
+    adam_undo,
+)
+
+__all__ = [
+    "COMBINE_LANES",
+    "NORM_CHUNK",
+    "NORM_LANES",
+    "UNDO_ESCAPES",
+    "UNDO_TILE",
+    "active_isa",
+    "adam_record",
+    "adam_record_split",
+    "adam_scalars",
+    "adam_step",
+    "adam_step_split",
+    "adam_stream",
+    "adam_undo",
+    "adam_undo_split",
+    "any_sign",
+    "cast",
+    "combine_partials",
+    "force_isa",
+    "isas",
+    "join",
+    "norm_partials",
+    "split",
+    "split_failures",
+]
 
 NORM_CHUNK, NORM_LANES, COMBINE_LANES = 8192, 64, 1024
-UNDO_TILE, UNDO_ESCAPES = 16384, 512
-_NOT_STEPPED = 0xFFFFFFFF
-_ESCAPE = np.dtype([("index", "<u4"), ("p", "<f4"), ("m", "<f4"), ("v", "<f4")])
-
-_F32, _BF16, _F16 = 0, 1, 2
-Array = npt.NDArray[Any]
 
 
 def isas() -> list[str]:
@@ -33,186 +66,6 @@ def active_isa() -> str:
 
 def force_isa(name: str) -> bool:
     return name in ("reference", "auto")
-
-
-def _at(address: int, n: int, dtype: Any) -> Array:
-    """View `n` elements at `address` without copying."""
-    if n == 0:
-        return np.empty(0, dtype)
-    raw = (ctypes.c_uint8 * (n * np.dtype(dtype).itemsize)).from_address(address)
-    return np.frombuffer(raw, dtype=dtype)
-
-
-def _storage(address: int, n: int, code: int) -> Array:
-    return _at(address, n, (np.float32, np.uint16, np.float16)[code])
-
-
-def _load(address: int, n: int, code: int) -> Array:
-    x = _storage(address, n, code)
-    if code == _BF16:
-        return (x.astype(np.uint32) << 16).view(np.float32)
-    if code == _F16:  # numpy keeps a signalling NaN, or not, by the machine; the kernels make it quiet
-        with np.errstate(invalid="ignore"):
-            wide = x.astype(np.float32)
-        u = wide.view(np.uint32)
-        u[np.isnan(wide)] |= np.uint32(0x400000)
-        return wide
-    return x.astype(np.float32)
-
-
-def _store(address: int, x: Array, code: int) -> None:
-    target = _storage(address, x.size, code)
-    if code == _BF16:
-        u = x.view(np.uint32)
-        rounded = ((u + np.uint32(0x7FFF) + ((u >> 16) & np.uint32(1))) >> 16).astype(np.uint16)
-        target[:] = np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
-    elif code == _F16:
-        with np.errstate(over="ignore", invalid="ignore"):
-            h = x.astype(np.float16).view(np.uint16)
-        u = x.view(np.uint32)  # of a NaN: the sign, made quiet, and the upper bits of what it carries
-        nan = ((u >> 16) & np.uint32(0x8000)) | np.uint32(0x7E00) | ((u >> 13) & np.uint32(0x3FF))
-        target.view(np.uint16)[:] = np.where(np.isnan(x), nan.astype(np.uint16), h)
-    else:
-        target[:] = x
-
-
-def _power(x: float, n: int) -> float:
-    result = 1.0
-    while n > 0:
-        if n & 1:
-            result *= x
-        x *= x
-        n >>= 1
-    return result
-
-
-def adam_scalars(
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float
-) -> tuple[float, float, float, float, float, float, float, float]:
-    bc1, bc2 = 1.0 - _power(b1, t), 1.0 - _power(b2, t)
-    values = (scale, 1.0 - b1, b2, 1.0 - b2, 1.0 - lr * wd, -(lr / bc1), math.sqrt(bc2), eps)
-    return tuple(float(np.float32(x)) for x in values)  # type: ignore[return-value]
-
-
-def _fma(a: Any, b: Array, c: Array) -> Array:
-    """a·b + c in fp32, rounded once. The product is exact in double; the sum is rounded to odd there, so that the
-    second rounding, to fp32, cannot go wrong (Boldo and Melquiond, 2008)."""
-    product, addend = np.float64(a) * b.astype(np.float64), c.astype(np.float64)
-    total = product + addend
-    back = total - product
-    lost = (product - (total - back)) + (addend - back)  # Knuth's exact error of the sum
-    even = (total.view(np.int64) & 1) == 0
-    odd = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
-    return np.where((lost != 0) & even & np.isfinite(total), odd, total).astype(np.float32)
-
-
-def _adam(
-    p: int, m: int, v: int, g: int, g_code: int, out: int, out_code: int, n: int, scalars: tuple[float, ...]
-) -> None:
-    scale, omb1, beta2, omb2, decay, neg_step, bc2_sqrt, eps = (np.float32(s) for s in scalars)
-    pa, ma, va = (_at(a, n, np.float32) for a in (p, m, v))
-    with np.errstate(all="ignore"):
-        grad = _load(g, n, g_code) * scale
-        ma[:] = _fma(omb1, grad - ma, ma)
-        va[:] = _fma(omb2 * grad, grad, va * beta2)
-        denominator = np.sqrt(va) / bc2_sqrt + eps
-        pa[:] = pa * decay + (neg_step * ma) / denominator
-    if out:
-        _store(out, pa, out_code)
-
-
-def adam_step(
-    p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float, threads: int,
-) -> None:  # fmt: skip
-    _adam(p, m, v, g, grad_dtype, out, out_dtype, n, adam_scalars(lr, b1, b2, eps, wd, t, scale))
-
-
-def _bits(x: Array) -> Array:
-    return np.ascontiguousarray(x, np.float32).view(np.uint32)
-
-
-def _estimates(p1: Array, m1: Array, v1: Array, grad: Array, scalars: tuple[float, ...]) -> list[Array]:
-    _, omb1, beta2, omb2, decay, neg_step, bc2_sqrt, eps = (np.float32(s) for s in scalars)
-    one = np.float32(1)
-    quotient = (neg_step * m1) / (np.sqrt(v1) / bc2_sqrt + eps)
-    return [
-        (p1 - quotient) * (one / decay),
-        _without_residue(_fma(-omb1, grad, m1) * (one / (one - omb1)), m1),
-        _without_residue(_fma(-(omb2 * grad), grad, v1) * (one / beta2), v1),
-    ]
-
-
-def _without_residue(estimate: Array, now: Array) -> Array:
-    return np.where(np.abs(estimate) <= np.abs(now) * np.float32(2.0**-20), np.float32(0), estimate)
-
-
-def adam_record(
-    p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
-    low_p: int, low_m: int, low_v: int, escapes: int, counts: int, threads: int,
-) -> None:  # fmt: skip
-    scalars = adam_scalars(lr, b1, b2, eps, wd, t, scale)
-    for i, from_ in enumerate(range(0, n, UNDO_TILE)):
-        k = min(UNDO_TILE, n - from_)
-        arrays = [_at(a + 4 * from_, k, np.float32) for a in (p, m, v)]
-        old = [a.copy() for a in arrays]
-        gradient, target = g + from_ * (4 if grad_dtype == _F32 else 2), out + from_ * 2 if out else 0
-        kept = _storage(target, k, out_dtype).copy() if target else None
-        _adam(p + 4 * from_, m + 4 * from_, v + 4 * from_, gradient, grad_dtype, target, out_dtype, k, scalars)
-        with np.errstate(all="ignore"):
-            grad = _load(gradient, k, grad_dtype) * np.float32(scalars[0])
-            estimates = _estimates(arrays[0], arrays[1], arrays[2], grad, scalars)
-            off = [_bits(a) - _bits(e) + np.uint32(128) for a, e in zip(old, estimates, strict=True)]
-        bad = np.flatnonzero((off[0] | off[1] | off[2]) > 255)
-        count = _at(counts + 4 * i, 1, np.uint32)
-        if bad.size > UNDO_ESCAPES:
-            count[0] = _NOT_STEPPED
-            for a, o in zip(arrays, old, strict=True):
-                a[:] = o
-            if kept is not None:
-                _store(target, old[0], out_dtype)
-            continue
-        count[0] = bad.size
-        entries = _at(escapes + i * UNDO_ESCAPES * _ESCAPE.itemsize, bad.size, _ESCAPE)
-        entries["index"] = bad
-        for name, o, low in zip(("p", "m", "v"), old, (low_p, low_m, low_v), strict=True):
-            entries[name] = o[bad]
-            _at(low + from_, k, np.uint8)[:] = _bits(o).astype(np.uint8)
-
-
-def adam_stream(p: int, m: int, v: int, g: int, n: int, threads: int) -> None:
-    gradient = _at(g, n, np.float32)
-    for address in (p, m, v):
-        _at(address, n, np.float32)[:] += gradient
-
-
-def adam_undo(
-    p: int, m: int, v: int, g: int, grad_dtype: int, out: int, out_dtype: int, n: int,
-    lr: float, b1: float, b2: float, eps: float, wd: float, t: int, scale: float,
-    low_p: int, low_m: int, low_v: int, escapes: int, counts: int, new_scale: float, threads: int,
-) -> None:  # fmt: skip
-    scalars = adam_scalars(lr, b1, b2, eps, wd, t, scale)
-    for i, from_ in enumerate(range(0, n, UNDO_TILE)):
-        k = min(UNDO_TILE, n - from_)
-        gradient, target = g + from_ * (4 if grad_dtype == _F32 else 2), out + from_ * 2 if out else 0
-        count = int(_at(counts + 4 * i, 1, np.uint32)[0])
-        if count != _NOT_STEPPED:
-            arrays = [_at(a + 4 * from_, k, np.float32) for a in (p, m, v)]
-            with np.errstate(all="ignore"):
-                grad = _load(gradient, k, grad_dtype) * np.float32(scalars[0])
-                estimates = _estimates(arrays[0], arrays[1], arrays[2], grad, scalars)
-            entries = _at(escapes + i * UNDO_ESCAPES * _ESCAPE.itemsize, count, _ESCAPE)
-            for name, a, e, low in zip(("p", "m", "v"), arrays, estimates, (low_p, low_m, low_v), strict=True):
-                near = _bits(e)
-                difference = (_at(low + from_, k, np.uint8).astype(np.uint32) - near + np.uint32(128)) & np.uint32(0xFF)
-                a[:] = (near + difference - np.uint32(128)).view(np.float32)
-                a[entries["index"]] = entries[name]
-            if target:
-                _store(target, arrays[0], out_dtype)
-        if new_scale >= 0:
-            again = adam_scalars(lr, b1, b2, eps, wd, t, new_scale)
-            _adam(p + 4 * from_, m + 4 * from_, v + 4 * from_, gradient, grad_dtype, target, out_dtype, k, again)
 
 
 def _join(weight: int, remainder: int, v: int, n: int) -> tuple[Array, Array]:
@@ -262,13 +115,12 @@ def split_failures(first: int, count: int, threads: int) -> int:
     return failures
 
 
-def _through_plain(
-    plain: Callable[..., None], weight: int, remainder: int, m: int, v: int, g: int, grad_dtype: int, n: int, *rest: Any
-) -> None:
+def _through_plain(plain: Callable[..., None], arrays: Sequence[int], *rest: Any) -> None:
     """Call `plain` (adam_step, adam_record or adam_undo) on the joined arrays and split them again."""
+    weight, remainder, m, v, g, grad_dtype, n = arrays
     master, plain_v = _join(weight, remainder, v, n)
     addresses = int(master.ctypes.data), m, int(plain_v.ctypes.data)
-    plain(*addresses, g, grad_dtype, weight, _BF16, n, *rest)
+    plain((*addresses, g, grad_dtype, weight, _BF16, n), *rest)
     _split(master, plain_v, weight, remainder, v)
 
 

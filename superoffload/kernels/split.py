@@ -11,7 +11,7 @@ Every function goes element by element, so that any part of the arrays can be st
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from superoffload.errors import InputError
 from superoffload.kernels import (
@@ -22,6 +22,7 @@ from superoffload.kernels import (
     native,
     resolve_threads,
 )
+from superoffload.kernels.arguments import StepOptions, step_arguments
 from superoffload.kernels.undo import UndoRecord, check_redo_scale
 
 __all__ = ["adam_record_split", "adam_step_split", "adam_undo_redo_split", "adam_undo_split", "join", "split"]
@@ -88,8 +89,8 @@ def join(weight16: Any, remainder16: Any, v: Any, master: Any, exp_avg_sq: Any, 
 
 
 def adam_step_split(
-    weight16: Any, remainder16: Any, m: Any, v: Any, g: Any, *, lr: float, beta1: float = 0.9, beta2: float = 0.999,
-    eps: float = 1e-8, weight_decay: float = 0.0, step: int, grad_scale: float = 1.0, threads: int | None = None,
+    weight16: Any, remainder16: Any, m: Any, v: Any, g: Any, *, threads: int | None = None,
+    **options: Unpack[StepOptions],
 ) -> None:  # fmt: skip
     """`adam_step` on a split master, with the same bits, in one pass over memory.
 
@@ -97,26 +98,25 @@ def adam_step_split(
         weight16, remainder16: bf16 and uint16 or int16, length n; updated. `weight16` is what the GPU gets.
         m: fp32 first moment, length n; updated.
         v: fp32 second moment that carries the split's bits, length n; updated.
-        g, grad_scale, step, threads: as in `adam_step`.
+        g, threads, options: as in `adam_step`.
 
     Raises:
         InputError: as `adam_step`. Nothing is changed.
     """
-    arrays = _check_step(weight16, remainder16, m, v, g, step)
-    native.adam_step_split(*arrays, lr, beta1, beta2, eps, weight_decay, step, grad_scale, resolve_threads(threads))
+    arguments, arrays = step_arguments(options), _check_step(weight16, remainder16, m, v, g)
+    native.adam_step_split(arrays, arguments, resolve_threads(threads))
 
 
 def adam_record_split(
-    weight16: Any, remainder16: Any, m: Any, v: Any, g: Any, record: UndoRecord, *, lr: float, beta1: float = 0.9,
-    beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0, step: int, grad_scale: float = 1.0,
-    threads: int | None = None,
+    weight16: Any, remainder16: Any, m: Any, v: Any, g: Any, record: UndoRecord, *, threads: int | None = None,
+    **options: Unpack[StepOptions],
 ) -> None:  # fmt: skip
     """`adam_step_split` that can be undone; see `superoffload.kernels.undo.adam_record`."""
-    arrays = _check_step(weight16, remainder16, m, v, g, step)
-    record._check_length(arrays.n)
+    arguments, arrays = step_arguments(options), _check_step(weight16, remainder16, m, v, g)
+    record._check_length(arrays.length)
     workers = resolve_threads(threads)
-    record._step = (lr, beta1, beta2, eps, weight_decay, step, grad_scale)
-    native.adam_record_split(*arrays, *record._step, *record._addresses(), workers)
+    record._step = arguments
+    native.adam_record_split(arrays, arguments, record._addresses(), workers)
 
 
 def adam_undo_split(
@@ -139,14 +139,14 @@ def _take_back(
     weight16: Any, remainder16: Any, m: Any, v: Any, g: Any, record: UndoRecord, new_scale: float, threads: int | None
 ) -> None:
     taken = record._recorded("adam_record_split")
-    arrays = _check_step(weight16, remainder16, m, v, g, taken[5])
-    record._check_length(arrays.n)
-    native.adam_undo_split(*arrays, *taken, *record._addresses(), new_scale, resolve_threads(threads))
+    arrays = _check_step(weight16, remainder16, m, v, g)
+    record._check_length(arrays.length)
+    native.adam_undo_split(arrays, taken, record._addresses(), new_scale, resolve_threads(threads))
     record._step = None
 
 
-class _StepArrays(NamedTuple):
-    """Addresses, the gradient's dtype and the length, as the native functions take them."""
+class SplitArrays(NamedTuple):
+    """Addresses, the gradient's dtype code and the length, as the native functions take them."""
 
     weight: int
     remainder: int
@@ -154,10 +154,10 @@ class _StepArrays(NamedTuple):
     v: int
     g: int
     grad_dtype: int
-    n: int
+    length: int
 
 
-def _check_step(weight16: Any, remainder16: Any, m: Any, v: Any, g: Any, step: int) -> _StepArrays:
+def _check_step(weight16: Any, remainder16: Any, m: Any, v: Any, g: Any) -> SplitArrays:
     addresses, dtypes, n = _check(
         ("weight16", weight16, _BF16, True),
         ("remainder16", remainder16, _BITS, True),
@@ -165,10 +165,8 @@ def _check_step(weight16: Any, remainder16: Any, m: Any, v: Any, g: Any, step: i
         ("v", v, _F32, True),
         ("g", g, tuple(DTYPE_CODES), False),
     )
-    if step < 1:
-        raise InputError(f"step = {step}", expected="at least 1 (the first step is 1)")
     weight, remainder, first, second, gradient = addresses
-    return _StepArrays(weight, remainder, first, second, gradient, DTYPE_CODES[dtypes[4]], n)
+    return SplitArrays(weight, remainder, first, second, gradient, DTYPE_CODES[dtypes[4]], n)
 
 
 def _check(*arrays: tuple[str, Any, tuple[str, ...], bool]) -> tuple[list[int], list[str], int]:

@@ -6,17 +6,16 @@ says how. A tile of 16,384 elements with too many of those is not stepped at all
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from superoffload.errors import InputError
-from superoffload.kernels import DTYPE_CODES, Described, check_arrays, native, resolve_threads
+from superoffload.kernels import check_arrays, native, resolve_threads
+from superoffload.kernels.arguments import StepArguments, StepOptions, step_arguments
 
 _ESCAPE_BYTES = 16
-
-Step = tuple[float, float, float, float, float, int, float]
-"""lr, beta1, beta2, eps, weight_decay, step, grad_scale."""
+_LINE_BYTES = 64
 
 
 class UndoRecord:
@@ -25,15 +24,15 @@ class UndoRecord:
     def __init__(self, n: int):
         tiles = -(-n // native.UNDO_TILE)
         self.n = n
-        self._low = np.zeros((3, n), dtype=np.uint8)
-        self._escapes = np.zeros(tiles * native.UNDO_ESCAPES * _ESCAPE_BYTES, dtype=np.uint8)
+        self._low = [_aligned_bytes(n) for _ in range(3)]
+        self._escapes = _aligned_bytes(tiles * native.UNDO_ESCAPES * _ESCAPE_BYTES)
         self._counts = np.zeros(tiles, dtype=np.uint32)
-        self._step: Step | None = None
+        self._step: StepArguments | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the record, all of them allocated from the start."""
-        return self._low.nbytes + self._escapes.nbytes + self._counts.nbytes
+        return sum(x.nbytes for x in self._low) + self._escapes.nbytes + self._counts.nbytes
 
     @property
     def waiting(self) -> int:
@@ -49,7 +48,7 @@ class UndoRecord:
         if self.n != n:
             raise InputError(f"the record is for {self.n} elements", expected=f"{n}")
 
-    def _recorded(self, by: str) -> Step:
+    def _recorded(self, by: str) -> StepArguments:
         """The arguments of the step to take back; `by` names the function that records one."""
         if self._step is None:
             raise InputError("the record holds no step", remedy=f"Record one with {by}; a record undoes once")
@@ -60,21 +59,28 @@ class UndoRecord:
         return low[0], low[1], low[2], int(self._escapes.ctypes.data), int(self._counts.ctypes.data)
 
 
+def _aligned_bytes(n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Zeros from the start of a cache line: kernels write whole ones past the caches. numpy promises 16 bytes."""
+    room = np.zeros(n + _LINE_BYTES, dtype=np.uint8)
+    start = -int(room.ctypes.data) % _LINE_BYTES
+    return room[start : start + n]
+
+
 def adam_record(
-    p: Any, m: Any, v: Any, g: Any, record: UndoRecord, *, lr: float, beta1: float = 0.9, beta2: float = 0.999,
-    eps: float = 1e-8, weight_decay: float = 0.0, step: int, grad_scale: float = 1.0, out16: Any = None,
-    threads: int | None = None,
+    p: Any, m: Any, v: Any, g: Any, record: UndoRecord, *, out16: Any = None, threads: int | None = None,
+    **options: Unpack[StepOptions],
 ) -> None:  # fmt: skip
-    """`adam_step` that can be undone: same bits, and `record` holds what `adam_undo` needs.
+    """`adam_step` that can be undone: same bits, and `record` holds what `adam_undo` needs. Where a tile waits, `out16`
+    holds the weights of the old p.
 
     Raises:
         InputError: as `adam_step`, or a record of another length. Nothing is changed.
     """
-    arrays = check_arrays(p, m, v, g, out16, step=step)
+    arguments, arrays = step_arguments(options), check_arrays(p, m, v, g, out16)
     record._check_length(arrays.length)
     workers = resolve_threads(threads)  # nothing may be refused once the record claims a step
-    record._step = (lr, beta1, beta2, eps, weight_decay, step, grad_scale)
-    native.adam_record(*_flat(arrays), *record._step, *record._addresses(), workers)
+    record._step = arguments
+    native.adam_record(arrays, arguments, record._addresses(), workers)
 
 
 def adam_undo(
@@ -104,14 +110,7 @@ def _take_back(
     p: Any, m: Any, v: Any, g: Any, record: UndoRecord, new_scale: float, out16: Any, threads: int | None
 ) -> None:
     taken = record._recorded("adam_record")
-    arrays = check_arrays(p, m, v, g, out16, step=taken[5])
+    arrays = check_arrays(p, m, v, g, out16)
     record._check_length(arrays.length)
-    native.adam_undo(*_flat(arrays), *taken, *record._addresses(), new_scale, resolve_threads(threads))
+    native.adam_undo(arrays, taken, record._addresses(), new_scale, resolve_threads(threads))
     record._step = None
-
-
-def _flat(arrays: Described) -> tuple[int, int, int, int, int, int, int, int]:
-    return (
-        arrays.p, arrays.m, arrays.v, arrays.g, DTYPE_CODES[arrays.grad_dtype], arrays.out,
-        DTYPE_CODES[arrays.out_dtype], arrays.length,
-    )  # fmt: skip

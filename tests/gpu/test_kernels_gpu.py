@@ -27,7 +27,8 @@ def _arrays(n: int, grad_dtype: torch.dtype, spread: float, seed: int) -> list[t
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [1, 1023, 100_001])
-def test_adam_is_bit_equal_to_the_cpu(grad_dtype, out_dtype, n):
+@pytest.mark.parametrize("choices", [{}, {"decoupled_weight_decay": False, "bias_correction": False}])
+def test_adam_is_bit_equal_to_the_cpu(grad_dtype, out_dtype, n, choices):
     from superoffload.kernels import gpu
 
     for seed, spread in enumerate((0.5, 6.0)):
@@ -35,7 +36,7 @@ def test_adam_is_bit_equal_to_the_cpu(grad_dtype, out_dtype, n):
         dev = [x.cuda() for x in cpu]
         out = None if out_dtype is None else torch.zeros(n, dtype=out_dtype)
         out_dev = None if out is None else out.cuda()
-        hyper = dict(lr=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+        hyper = dict(lr=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, **choices)
         coefficient = torch.full((1,), 0.3712, dtype=torch.float32, device="cuda")
         skip = torch.zeros(1, dtype=torch.int32, device="cuda")
         for step in (1, 2, 7):

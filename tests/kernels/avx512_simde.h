@@ -75,6 +75,21 @@ inline __m256i cvtepi32_epi16(__m512i a) {  // the low half of every lane
   return x;
 }
 
+inline __m512i cvtepi8_epi32(__m128i b) {
+  const __m128i upper = simde_mm_srli_si128(b, 8);
+  return Halves<__m512i, __m256i>(simde_mm256_cvtepi8_epi32(b), simde_mm256_cvtepi8_epi32(upper)).whole();
+}
+
+inline __m128i cvtepi32_epi8(__m512i a) {  // the low byte of every lane
+  std::uint32_t lanes[16];
+  std::uint8_t low[16];
+  __builtin_memcpy(lanes, &a, sizeof(lanes));
+  for (int l = 0; l < 16; ++l) low[l] = std::uint8_t(lanes[l]);
+  __m128i x;
+  __builtin_memcpy(&x, low, sizeof(x));
+  return x;
+}
+
 inline __m512d cvtps_pd(__m256 a) {
   const Halves<__m256, __m128> x(a);
   return Halves<__m512d, __m256d>(simde_mm256_cvtps_pd(x.part[0]), simde_mm256_cvtps_pd(x.part[1])).whole();
@@ -96,3 +111,7 @@ inline __m256 extractf32x8_ps(__m512 a, int which) { return Halves<__m512, __m25
 #define _mm512_cvtepi32_epi16(x) so_simde::cvtepi32_epi16(x)
 #define _mm512_cvtps_pd(x) so_simde::cvtps_pd(x)
 #define _mm512_extractf32x8_ps(x, which) so_simde::extractf32x8_ps(x, which)
+#define _mm512_cvtepi8_epi32(x) so_simde::cvtepi8_epi32(x)
+#define _mm512_cvtepi32_epi8(x) so_simde::cvtepi32_epi8(x)
+#define _mm_maskz_loadu_epi8(k, from) so_simde::load_lanes<__m128i>(k, from)
+#define _mm_mask_storeu_epi8(to, k, x) so_simde::store_lanes(to, k, x)

@@ -29,8 +29,13 @@ PARTIALS = 5000
 HYPER = (3e-4, 0.9, 0.999, 1e-8, 0.1)  # lr, beta1, beta2, eps, weight decay
 GRAD_SCALE = 0.375
 STEPS = 3
+UNDO_SIZES = (1, 3, 7, 15, 17, 31, 33, 63, 65, 97, 129, 600, 4099)  # within the escape list, over one block, too many
+SPLIT_SIZES = (1, 7, 17, 33, 65, 129, 600, 4099)
+VARIANT_SIZES = (17, 97, 600)
+PLAIN, L2, L2_UNCORRECTED = (True, True), (False, True), (False, False)  # decoupled weight decay, bias correction
+REDO_SCALE = 0.03125
 
-MASTER, EXP_AVG, EXP_AVG_SQ, GRADIENT, CAST, NORM, PARTIAL = 1, 2, 3, 4, 5, 16, 32
+MASTER, EXP_AVG, EXP_AVG_SQ, GRADIENT, CAST, NEXT_GRADIENT, NORM, PARTIAL = 1, 2, 3, 4, 5, 6, 16, 32
 SUMS = 8
 """Sums are taken of this many inputs (streams NORM, NORM + 1, …): another order of addition shows in few of them."""
 # Biased exponents of ordinary and of wide values: low, count, wide low, wide count.
@@ -39,6 +44,7 @@ RANGES = {
     EXP_AVG: (107, 16, 1, 136),
     EXP_AVG_SQ: (87, 32, 1, 146),
     GRADIENT: (115, 14, 1, 156),
+    NEXT_GRADIENT: (115, 14, 1, 156),
     NORM: (115, 14, 100, 33),
     PARTIAL: (115, 14, 100, 33),
 }
@@ -121,16 +127,76 @@ def _empty(n: int, dtype: int) -> Array:
     return np.zeros(n, np.uint32 if dtype == 0 else np.uint16)
 
 
-def run_adam(native: Any, grad: int, out: int, n: int, threads: int = 1) -> bytes:
+def run_adam(
+    native: Any, grad: int, out: int, n: int, threads: int = 1, *, choices: tuple[bool, bool] = PLAIN
+) -> bytes:
     """Bytes of p, m, v and the 16-bit weights after some steps. `native` is the compiled module or the reference."""
     p, m, v = (finite(stream, n, 0) for stream in (MASTER, EXP_AVG, EXP_AVG_SQ))
     v &= np.uint32(0x7FFFFFFF)
     g, w = finite(GRADIENT, n, grad), _empty(0 if out == 0 else n, out)
     for t in range(1, STEPS + 1):
-        native.adam_step(
-            *map(_address, (p, m, v, g)), grad, _address(w) if out else 0, out, n, *HYPER, t, GRAD_SCALE, threads
-        )
+        arrays = (*map(_address, (p, m, v, g)), grad, _address(w) if out else 0, out, n)
+        native.adam_step(arrays, (*HYPER, t, GRAD_SCALE, *choices), threads)
     return b"".join(x.tobytes() for x in (p, m, v, w))
+
+
+class _Record:
+    """Memory of an undo record of one tile."""
+
+    def __init__(self, n: int):
+        self.bytes = [np.zeros(n, np.int8) for _ in range(3)]
+        self.escapes, self.count = np.zeros((reference.UNDO_ESCAPES, 4), np.uint32), np.zeros(1, np.uint32)
+
+    def addresses(self) -> tuple[int, ...]:
+        return (*map(_address, self.bytes), _address(self.escapes), _address(self.count))
+
+    def taken(self) -> list[bytes]:
+        count = int(self.count[0])
+        if count == 0xFFFFFFFF:  # what a tile that waits has in its record means nothing
+            return [self.count.tobytes()]
+        return [self.count.tobytes(), *(x.tobytes() for x in self.bytes), self.escapes[:count].tobytes()]
+
+
+def run_undo(
+    native: Any, grad: int, out: int, n: int, threads: int = 1, *, choices: tuple[bool, bool] = PLAIN
+) -> bytes:
+    """Two steps from zero moments, then a third that is recorded, taken back, recorded and redone."""
+    p, m, v = finite(MASTER, n, 0), _empty(n, 0), _empty(n, 0)
+    before, now, w = finite(GRADIENT, n, grad), finite(NEXT_GRADIENT, n, grad), _empty(0 if out == 0 else n, out)
+    rest = (grad, _address(w) if out else 0, out, n)
+    for t in (1, 2):
+        native.adam_step((*map(_address, (p, m, v, before)), *rest), (*HYPER, t, GRAD_SCALE, *choices), threads)
+    arrays, step, record = (*map(_address, (p, m, v, now)), *rest), (*HYPER, 3, GRAD_SCALE, *choices), _Record(n)
+    return _record_undo_redo(native, "", arrays, step, record, (p, m, v, w), threads)
+
+
+def run_split(native: Any, grad: int, n: int, threads: int = 1, *, choices: tuple[bool, bool] = PLAIN) -> bytes:
+    """The same on a split master, and the split itself."""
+    p, m, v = finite(MASTER, n, 0), _empty(n, 0), _empty(n, 0)
+    before, now = finite(GRADIENT, n, grad), finite(NEXT_GRADIENT, n, grad)
+    weight, remainder = _empty(n, 1), _empty(n, 1)
+    native.split(*map(_address, (p, weight, remainder, v)), n, threads)
+    state = (weight, remainder, m, v)
+    result = b"".join(x.tobytes() for x in state)
+    for t in (1, 2):
+        step = (*HYPER, t, GRAD_SCALE, *choices)
+        native.adam_step_split((*map(_address, (*state, before)), grad, n), step, threads)
+    result += b"".join(x.tobytes() for x in state)
+    arrays, step = (*map(_address, (*state, now)), grad, n), (*HYPER, 3, GRAD_SCALE, *choices)
+    return result + _record_undo_redo(native, "_split", arrays, step, _Record(n), state, threads)
+
+
+def _record_undo_redo(
+    native: Any, layout: str, arrays: Any, step: Any, record: _Record, state: tuple[Array, ...], threads: int
+) -> bytes:
+    take_step, take_back = getattr(native, f"adam_record{layout}"), getattr(native, f"adam_undo{layout}")
+    take_step(arrays, step, record.addresses(), threads)
+    result = [*(x.tobytes() for x in state), *record.taken()]
+    take_back(arrays, step, record.addresses(), -1.0, threads)
+    result += [x.tobytes() for x in state]
+    take_step(arrays, step, record.addresses(), threads)
+    take_back(arrays, step, record.addresses(), REDO_SCALE, threads)
+    return b"".join([*result, *(x.tobytes() for x in state)])
 
 
 def run_cast(native: Any, source: int, target: int, n: int, threads: int = 1) -> bytes:
@@ -159,14 +225,25 @@ def run_combine(native: Any, threads: int = 1) -> bytes:
 def cases() -> Iterator[tuple[str, Callable[..., bytes]]]:
     """Name of a case and what runs it, given the module and a number of threads."""
 
-    def case(run: Callable[..., bytes], *arguments: int) -> Callable[..., bytes]:
-        return lambda native, threads=1: run(native, *arguments, threads)
+    def case(run: Callable[..., bytes], *arguments: int, **choices: Any) -> Callable[..., bytes]:
+        return lambda native, threads=1: run(native, *arguments, threads, **choices)
 
     for a in range(3):
         for b in range(3):
             for n in SIZES:
                 yield f"adam/{NAMES[a]}/{NAMES[b]}/{n}", case(run_adam, a, b, n)
                 yield f"cast/{NAMES[a]}/{NAMES[b]}/{n}", case(run_cast, a, b, n)
+            for n in UNDO_SIZES:
+                yield f"undo/{NAMES[a]}/{NAMES[b]}/{n}", case(run_undo, a, b, n)
+            for n in VARIANT_SIZES:
+                name = f"{NAMES[a]}/{NAMES[b]}/{n}"
+                yield f"adam_l2/{name}", case(run_adam, a, b, n, choices=L2)
+                yield f"adam_l2_uncorrected/{name}", case(run_adam, a, b, n, choices=L2_UNCORRECTED)
+                yield f"undo_l2/{name}", case(run_undo, a, b, n, choices=L2)
+        for n in SPLIT_SIZES:
+            yield f"split/{NAMES[a]}/{n}", case(run_split, a, n)
+        for n in VARIANT_SIZES:
+            yield f"split_l2/{NAMES[a]}/{n}", case(run_split, a, n, choices=L2)
         for n in NORM_SIZES:
             yield f"sum_sq/{NAMES[a]}/{n}", case(run_sum_sq, a, n)
     yield f"adam/bf16/bf16/{MANY_TILES}", case(run_adam, 1, 1, MANY_TILES)
