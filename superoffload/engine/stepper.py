@@ -76,7 +76,7 @@ class Engine:
             )
         self.plan, self.blocks, self.params = plan, list(blocks), list(params)
         self.device = device_for(devices.pop())
-        self.arenas = Arenas(params, layouts, len(blocks), plan, self.device, trace=trace)
+        self.arenas = Arenas(params, layouts, plan, self.device, trace=trace)
         life = Lifeline(self.device, self.arenas)
         self.close = weakref.finalize(self, life.end)
         """Remove hooks, stop the worker, unpin memory. The parameters stay where they are, as ordinary tensors. Runs by
@@ -101,7 +101,8 @@ class Engine:
             self._device_ticket = torch.zeros(1, dtype=torch.int64, device=self.device.device)
         life.tensors += [self.steps, self._groups, *self._active, self._ticket, self._host_partials]
         self._arguments = weakref.WeakMethod(arguments)
-        self.speculation = Speculation(self.arenas, self.device, self.worker, self.collector.partials,
+        self._reads, self._read_buckets, self._readers = self._who_reads_what()
+        self.speculation = Speculation(self.arenas, self.device, self.worker, self._readers, self.collector.partials,
                                        self._host_partials)  # fmt: skip
         life.tensors += self.speculation.tensors
         self.gate = Gate(plan.speculate, clips=arguments().max_norm is not None)
@@ -116,13 +117,29 @@ class Engine:
         self._unentered: set[int] = set()
         self._unsettled = False
         self._worker_spans: list[tuple[int, int, int, int, int]] = []
-        self._by_block: list[list[ManagedParam]] = [[] for _ in self.blocks]
-        for p in self.params:
-            self._by_block[p.block].append(p)
+        self._seen = [0] * len(self.params)
+        """Parameter -> the step whose weights a forward has waited for."""
+        self._overwritten: dict[str, None] = {}
+        """Parameters that somebody wrote while the worker did; told at the next call."""
         self._params_of = [[self.params[i] for i in {s.tensor: 0 for s in b.layout.segments}]
                            for b in self.arenas.buckets]  # fmt: skip
         """Parameters with a part in each bucket."""
         self._install(model, collects, life.handles)
+
+    def _who_reads_what(self) -> tuple[list[list[ManagedParam]], list[list[int]], list[set[int]]]:
+        """Block -> the parameters that its forward reads, a tied one too, and their buckets; bucket -> these blocks."""
+        managed = {id(p.param): p for p in self.params}
+        reads: list[list[ManagedParam]] = [[] for _ in self.blocks]
+        for p in self.params:
+            reads[p.block].append(p)
+        for mine, block in zip(reads, self.blocks, strict=True):
+            mine += [managed[id(q)] for q in block.shared if id(q) in managed]
+        buckets = [list(dict.fromkeys(index for p in mine for index, _ in p.places)) for mine in reads]
+        readers: list[set[int]] = [set() for _ in self.arenas.buckets]
+        for block, mine in enumerate(buckets):
+            for index in mine:
+                readers[index].add(block)
+        return reads, buckets, readers
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -172,7 +189,7 @@ class Engine:
         if not self.collector.collected:
             self._begin()
         elif p.index in self.collector.collected:
-            self.cancel_speculation()  # a second backward: what was held is no longer this parameter's gradient
+            self._again(p)
         for state in self.collector.take(p):
             self._arrive(state)
 
@@ -190,14 +207,46 @@ class Engine:
             self.weights.bump(self._params_of[state.index])
             self.speculation.arrive(state)
 
+    def _again(self, p: ManagedParam) -> None:
+        """A second gradient of `p` since the last step: what is held is no longer the whole."""
+        if self.speculation.has(p):
+            # No forward has asked for the weights back. Where autograd kept a weight it raises by itself, but what was
+            # recomputed, or read in ways that autograd does not see, was read from weights of the next step.
+            p.param.grad = None
+            raise EngineError(
+                f"{p.name} got a second gradient before step(), from a forward that ran before the first backward",
+                expected="each backward right after its forward, or a word that more than one is coming",
+                remedy="Put every backward but the last inside `with opt.no_sync():`, or pass speculate='off'; "
+                "call zero_grad() to go on",
+            )
+        self.cancel_speculation()
+
     def cancel_speculation(self) -> None:
         """Take back what was speculated on gradients that are not yet a step's; they stay collected."""
-        for state in self.speculation.cancel():
-            for event in state.done:
-                self.device.compute_waits(event)
-            self.weights.bump(self._params_of[state.index])
-            for block in state.layout.blocks:
-                self._ready[block].clear()  # other streams have to wait for these uploads too
+        if not self.speculation.open:
+            return
+        with uninterrupted():
+            edited = set(self.weights.edited())
+            for state in self.speculation.cancel():
+                for event in state.done:
+                    self.device.compute_waits(event)
+                params = self._params_of[state.index]
+                self._overwritten.update((p.name, None) for p in params if p in edited)
+                self.weights.bump(params)
+                for block in self._readers[state.index]:
+                    self._ready[block].clear()  # other streams have to wait for these uploads too
+
+    def _tell_overwritten(self) -> None:
+        """An edit that raced with the worker is lost, or was made to weights of the next step."""
+        names = list(self._overwritten)
+        self._overwritten.clear()
+        if names:
+            raise EngineError(
+                f"{names[0]} {f'and {len(names) - 1} others were' if names[1:] else 'was'} written in place while "
+                "the optimizer was updating the weights, and what was written is lost",
+                expected="weights to be written when no update runs",
+                remedy="Call opt.synchronize() before writing weights, or write them before backward",
+            )
 
     def ready(self, block: int) -> None:
         """Make the current stream safe to read `block`'s weights: called before its forward."""
@@ -207,12 +256,13 @@ class Engine:
             self.cancel_speculation()  # a forward before step(): it reads the weights of the last step
         self._entered.add(block)
         self._wait_block(block)
+        self._tell_overwritten()
 
     def _wait_block(self, block: int) -> None:
         stream = self.device.stream_id()
         if self._ready[block].get(stream, 0) == self.sequence:
             return
-        for index in self.arenas.block_buckets[block]:
+        for index in self._read_buckets[block]:
             state = self.arenas.buckets[index]
             if state.retained:
                 self.device.compute_waits(self._retained.done)
@@ -222,7 +272,12 @@ class Engine:
             self._waited_s += time.perf_counter() - begin
             for event in state.done:  # both: the last step may have been skipped, and then the one before counts
                 self.device.compute_waits(event)
-        self.weights.bump(self._by_block[block])
+        # Once a step: a graph of another stream, or of another block with the same weight, stays as good as this one.
+        new = [p for p in self._reads[block] if self._seen[p.index] != self.sequence]
+        self._overwritten.update((p.name, None) for p in new if self.weights.is_edited(p))
+        self.weights.bump(new)
+        for p in new:
+            self._seen[p.index] = self.sequence
         self._ready[block][stream] = self.sequence
 
     def _after_verdict(self) -> None:
@@ -256,12 +311,13 @@ class Engine:
             if p.param.grad is not None:
                 self._after_verdict()
                 if p.index in self.collector.collected:
-                    self.cancel_speculation()
+                    self._again(p)
                 self.collector.take(p)
         if not self.collector.collected:
             return False
         self.collector.finish()
         self._adopt_edits()
+        self._tell_overwritten()
         # A recorded step ends where its update begins, so that an update always lies in the step that it overlaps.
         self.recorder.end_step()
         with uninterrupted():
@@ -332,7 +388,7 @@ class Engine:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Wait until every weight of the last step is where the model reads it."""
+        """Wait until every weight of the last step is where the model reads it, and its record in the log."""
         with self.device.guard():
             self.worker.wait_verdict(self.sequence)
             self.weights.check_storage()
@@ -341,18 +397,15 @@ class Engine:
             for block in range(len(self.blocks)):
                 self._wait_block(block)
             self.device.synchronize_compute()
+            self.worker.wait_idle()
+            self.collect_records()
+            self._tell_overwritten()
 
     def _adopt_edits(self) -> None:
         """Weights that somebody has written in place are the ones to step from."""
-        edited = self.weights.edited()
-        if not edited:
-            return
-        if self.speculation.open:  # taking back would write over what was written
-            written = [p.param.detach().clone() for p in edited]
+        if self.weights.edited():
             self.cancel_speculation()
-            for p, value in zip(edited, written, strict=True):
-                p.param.detach().copy_(value)
-        for p in edited:
+        for p in self.weights.edited():
             self._wait_block(p.block)
             self.weights.adopt(p)
 
@@ -360,6 +413,7 @@ class Engine:
         """Forget every gradient since the last step, and what was speculated on them."""
         self.cancel_speculation()
         self.collector.discard()
+        self._tell_overwritten()
 
     def _keep_spans(self) -> None:
         self._worker_spans += self.worker.take_spans()

@@ -30,7 +30,10 @@ class Weights:
 
         Edits are noticed by the parameter's version counter; one through `p.data` does not count there.
         """
-        return [p for p in self._arenas.params if p.param._version != self._versions[p.index]]
+        return [p for p in self._arenas.params if self.is_edited(p)]
+
+    def is_edited(self, p: ManagedParam) -> bool:
+        return p.param._version != self._versions[p.index]
 
     def adopt(self, p: ManagedParam) -> None:
         """Carry an edited weight (a loaded checkpoint, a clamp) into its fp32 master, as torch's AdamW would see it.
