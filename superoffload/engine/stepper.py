@@ -136,9 +136,9 @@ class Engine:
             mine += [managed[id(q)] for q in block.shared if id(q) in managed]
         buckets = [list(dict.fromkeys(index for p in mine for index, _ in p.places)) for mine in reads]
         readers: list[set[int]] = [set() for _ in self.arenas.buckets]
-        for block, mine in enumerate(buckets):
-            for index in mine:
-                readers[index].add(block)
+        for i, indices in enumerate(buckets):
+            for index in indices:
+                readers[index].add(i)
         return reads, buckets, readers
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
