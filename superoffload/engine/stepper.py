@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ class Engine:
         self._worker_spans: list[tuple[int, int, int, int, int]] = []
         self._seen = [0] * len(self.params)
         """Parameter -> the step whose weights a forward has waited for."""
-        self._overwritten: dict[str, None] = {}
+        self._rejected: dict[str, None] = {}
         """Parameters that somebody wrote while the worker did; told at the next call."""
         self._params_of = [[self.params[i] for i in {s.tensor: 0 for s in b.layout.segments}]
                            for b in self.arenas.buckets]  # fmt: skip
@@ -231,19 +231,24 @@ class Engine:
                 for event in state.done:
                     self.device.compute_waits(event)
                 params = self._params_of[state.index]
-                self._overwritten.update((p.name, None) for p in params if p in edited)
+                self._reject(p for p in params if p in edited)
                 self.weights.bump(params)
                 for block in self._readers[state.index]:
                     self._ready[block].clear()  # other streams have to wait for these uploads too
 
-    def _tell_overwritten(self) -> None:
-        """An edit that raced with the worker is lost, or was made to weights of the next step."""
-        names = list(self._overwritten)
-        self._overwritten.clear()
+    def _reject(self, edited: Iterable[ManagedParam]) -> None:
+        """An edit that raced with the worker: it was overwritten, or made to weights of the next step."""
+        for p in edited:
+            self.weights.restore(p)
+            self._rejected[p.name] = None
+
+    def _tell_rejected(self) -> None:
+        names = list(self._rejected)
+        self._rejected.clear()
         if names:
             raise EngineError(
                 f"{names[0]} {f'and {len(names) - 1} others were' if names[1:] else 'was'} written in place while "
-                "the optimizer was updating the weights, and what was written is lost",
+                "the optimizer was updating the weights, so that nobody knows what was read or is overwritten",
                 expected="weights to be written when no update runs",
                 remedy="Call opt.synchronize() before writing weights, or write them before backward",
             )
@@ -256,7 +261,7 @@ class Engine:
             self.cancel_speculation()  # a forward before step(): it reads the weights of the last step
         self._entered.add(block)
         self._wait_block(block)
-        self._tell_overwritten()
+        self._tell_rejected()
 
     def _wait_block(self, block: int) -> None:
         stream = self.device.stream_id()
@@ -274,7 +279,7 @@ class Engine:
                 self.device.compute_waits(event)
         # Once a step: a graph of another stream, or of another block with the same weight, stays as good as this one.
         new = [p for p in self._reads[block] if self._seen[p.index] != self.sequence]
-        self._overwritten.update((p.name, None) for p in new if self.weights.is_edited(p))
+        self._reject(p for p in new if self.weights.is_edited(p))
         self.weights.bump(new)
         for p in new:
             self._seen[p.index] = self.sequence
@@ -317,7 +322,7 @@ class Engine:
             return False
         self.collector.finish()
         self._adopt_edits()
-        self._tell_overwritten()
+        self._tell_rejected()
         # A recorded step ends where its update begins, so that an update always lies in the step that it overlaps.
         self.recorder.end_step()
         with uninterrupted():
@@ -399,7 +404,7 @@ class Engine:
             self.device.synchronize_compute()
             self.worker.wait_idle()
             self.collect_records()
-            self._tell_overwritten()
+            self._tell_rejected()
 
     def _adopt_edits(self) -> None:
         """Weights that somebody has written in place are the ones to step from."""
@@ -413,7 +418,7 @@ class Engine:
         """Forget every gradient since the last step, and what was speculated on them."""
         self.cancel_speculation()
         self.collector.discard()
-        self._tell_overwritten()
+        self._tell_rejected()
 
     def _keep_spans(self) -> None:
         self._worker_spans += self.worker.take_spans()

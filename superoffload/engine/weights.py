@@ -49,6 +49,13 @@ class Weights:
                 b.out[span].copy_(weights)
         self._versions[p.index] = p.param._version
 
+    def restore(self, p: ManagedParam) -> None:
+        """Make the weights those of the last update again."""
+        for index, s in p.places:
+            b = self._arenas.buckets[index]
+            span = slice(s.start, s.start + s.numel)
+            b.weights[span].copy_((b.master if b.out is None else b.out)[span])
+
     def check_storage(self) -> None:
         """The weights must still lie in the arena: elsewhere they would never see an update."""
         for p in self._arenas.params:

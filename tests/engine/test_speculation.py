@@ -64,7 +64,6 @@ def test_every_kind_of_step(name):
 FOUND: Counter[str] = Counter()
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(["float32", "bfloat16", "mixed"]),
     kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=3, max_size=5),
@@ -95,7 +94,7 @@ def any_pattern(name, kinds, speculate, bucket_mb, retained, down, up, threads, 
 
 @pytest.mark.filterwarnings("ignore:a second backward ran")
 def test_any_pattern_under_any_plan():
-    any_pattern()
+    settings(max_examples=25, deadline=None, derandomize=True)(any_pattern)()
     for what in ("commit kept", "clip undone", "skip undone", "clip waited", "skip waited", "waiting tiles", "in part"):
         assert FOUND[what], f"no example had: {what}"
 
