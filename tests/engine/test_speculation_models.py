@@ -127,6 +127,7 @@ def test_a_detached_weight_read_later_in_backward_raises_and_the_remedy_helps():
         for _ in range(3):
             model(x).backward()
             opt.step()
+            opt.synchronize()  # `b.weight` is read before the forward that waits for it
 
 
 def test_frozen_and_missing_and_strided_gradients():
