@@ -101,6 +101,7 @@ def play(
     hint: str = "no_sync",
     delay_us: int = 0,
     sleeps: int = 0,
+    lockstep: bool = False,
     after_step: Callable[[int, OffloadAdamW], None] | None = None,
     **plan: Any,
 ) -> Run:
@@ -110,6 +111,8 @@ def play(
         bounds: max_grad_norm of each step. None measures: it is set between backward and step, from the norm.
         hint: how accumulation is told: `no_sync`, `counter` or `none`.
         sleeps: seed of random sleeps inside backward; 0 for none.
+        lockstep: backward waits at every gradient until the worker has nothing to do, so that it is known which buckets
+            were speculated.
     """
     squares: dict[int, float] = {}
     params = [p for p in model.parameters() if p.requires_grad]
@@ -129,6 +132,8 @@ def play(
     )  # fmt: skip
     with opt:
         opt.engine.worker.set_delay_us(delay_us)
+        if lockstep:
+            handles += [p.register_hook(lambda g: opt.engine.worker.wait_idle()) for p in params]
         for i, step in enumerate(steps):
             if bounds is not None:
                 opt.max_grad_norm = bounds[i]
@@ -147,6 +152,8 @@ def play(
                 norm = sum(squares.values()) ** 0.5
                 opt.max_grad_norm = None if step.bound is None else step.bound * norm
             used.append(opt.max_grad_norm)
+            if lockstep:
+                opt.engine.worker.wait_idle()
             opt.step()
             opt.zero_grad()
             if after_step is not None:

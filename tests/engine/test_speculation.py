@@ -37,27 +37,28 @@ EVERY_KIND = tuple(step for kind in KINDS for step in (KINDS["commit"], KINDS[ki
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_step(name):
-    """Ledger and bits of each kind, on a worker that has time to speculate on all that it may."""
+    """Ledger and bits of each kind, with a worker that has time to speculate on all that it may."""
     if name == "float16":  # a spike would overflow
         steps = tuple(s._replace(factor=min(s.factor, 8.0)) for s in EVERY_KIND)
     else:
         steps = EVERY_KIND
-    run = same(name, steps, speculate="on", bucket_mb=0.05, sleeps=1)
+    run = same(name, steps, speculate="on", bucket_mb=0.05, lockstep=True)
     seen = dict(zip(KINDS, run.ledger[1::2], strict=True))
-    everything = seen["no bound"].speculated
-    assert everything > 5
+    with OffloadAdamW(MODELS[name](), bucket_mb=0.05) as probe:
+        everything = len(probe.engine.arenas.buckets)
+    assert everything > 10
     for kind, r in seen.items():
         assert 0 <= r.undone <= r.speculated <= everything
         if kind in ("commit", "no bound", "spike", "zero"):
-            assert (r.verdict, r.undone) == ("commit", 0)
+            assert (r.verdict, r.speculated, r.undone) == ("commit", everything, 0)
         elif "clipped" in kind:
             assert (r.verdict, r.undone) == ("clip", r.speculated)
         else:
             assert (r.verdict, r.undone) == ("skip", r.speculated)
     assert run.ledger[0].speculated == 0, "the first step shows how often each gradient fires"
-    assert seen["clipped at once"].speculated < everything / 2
+    assert seen["clipped at once"].speculated < 3
     assert seen["clipped at the end"].undone > everything / 2, "most of it was updated when clipping became certain"
-    assert seen["nan first"].speculated < seen["nan last"].undone
+    assert seen["nan first"].speculated < seen["inf"].undone < seen["nan last"].undone
     assert name == "float16" or seen["spike, clipped at the end"].waiting_tiles > 0, "no escape list was full"
 
 
@@ -103,7 +104,7 @@ def test_any_pattern_under_any_plan():
 def test_clipping_that_only_retained_buckets_show(retained):
     """Their gradients come last and never reach the worker: all it has speculated is taken back at the verdict."""
     steps = (KINDS["commit"], Step(bound=0.9), Step(bound=0.9999), KINDS["nan last"], KINDS["commit"])
-    run = same("bfloat16", steps, speculate="on", bucket_mb=0.05, retained_buckets=retained, sleeps=1)
+    run = same("bfloat16", steps, speculate="on", bucket_mb=0.05, retained_buckets=retained, lockstep=True)
     with OffloadAdamW(MODELS["bfloat16"](), bucket_mb=0.05, retained_buckets=retained) as probe:
         mine = len(probe.engine.arenas.cpu_buckets)
     assert [r.speculated for r in run.ledger[2:]] == [mine, mine, mine]
@@ -112,9 +113,9 @@ def test_clipping_that_only_retained_buckets_show(retained):
 
 def test_auto_is_on_and_off():
     steps = (KINDS["commit"],) * 5 + (Step(bound=0.9),) + (KINDS["commit"],) * 2
-    run = same("float32", steps, speculate="auto", bucket_mb=0.05)
-    speculated = [r.speculated > 0 for r in run.ledger]
-    assert not any(speculated[:3]) and any(speculated)
+    run = same("float32", steps, speculate="auto", bucket_mb=0.05, lockstep=True)
+    assert [r.speculated > 0 for r in run.ledger] == [False] * 3 + [True] * 5
+    assert run.ledger[5].undone
 
 
 class Wide(nn.Module):
@@ -137,7 +138,7 @@ class Wide(nn.Module):
 @pytest.mark.parametrize("bucket_mb", [0.04, 64])
 def test_a_weight_larger_than_a_bucket(dtype, bucket_mb, monkeypatch):
     monkeypatch.setitem(MODELS, "wide " + dtype, lambda: Wide(getattr(torch, dtype)))
-    run = same("wide " + dtype, EVERY_KIND, speculate="on", bucket_mb=bucket_mb, sleeps=1)
+    run = same("wide " + dtype, EVERY_KIND, speculate="on", bucket_mb=bucket_mb, lockstep=True)
     assert max(r.speculated for r in run.ledger) == (1 if bucket_mb == 64 else 14)
     assert run.ledger[-1].undone == run.ledger[-1].speculated
 
@@ -158,7 +159,7 @@ def test_other_models(how, monkeypatch):
 
     monkeypatch.setitem(MODELS, how, model)
     steps = (KINDS["commit"], KINDS["commit"], Step(bound=0.9999), KINDS["nan last"], KINDS["commit"])
-    run = same(how, steps, speculate="on", bucket_mb=0.05, sleeps=1)
+    run = same(how, steps, speculate="on", bucket_mb=0.05, lockstep=True)
     assert run.ledger[1].speculated and run.ledger[2].undone and run.ledger[4].speculated
 
 

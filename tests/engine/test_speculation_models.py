@@ -198,7 +198,7 @@ def test_the_ledger_adds_up_and_outlives_the_engine():
     train(model, opt, DATA[:4])
     opt.add_param_group({"params": late})
     model.zero_grad()
-    train(model, opt, DATA[4:])
+    train(model, opt, DATA[4:], before_step=lambda i: opt.engine.worker.wait_idle())
     opt.synchronize()
     stats = opt.stats
     opt.close()
@@ -221,7 +221,7 @@ def test_auto_waits_while_every_step_is_clipped_and_starts_when_none_is():
         opt.synchronize()
         assert all(r.verdict == "clip" and r.speculated == 0 for r in opt.ledger)
         opt.max_grad_norm = 100.0
-        train(model, opt, DATA)
+        train(model, opt, DATA, before_step=lambda i: opt.engine.worker.wait_idle())
         opt.max_grad_norm = 0.1
         opt.synchronize()
         speculated = [r.speculated > 0 for r in opt.ledger[8:]]
@@ -232,7 +232,7 @@ def test_auto_waits_while_every_step_is_clipped_and_starts_when_none_is():
         opt.synchronize()
         assert not any(r.speculated for r in opt.ledger[before + 24 :])
     with make(model, speculate="auto", max_grad_norm=None) as opt:
-        train(model, opt, DATA[:3])
+        train(model, opt, DATA[:3], before_step=lambda i: opt.engine.worker.wait_idle())
         opt.synchronize()
         assert [r.speculated > 0 for r in opt.ledger] == [False, True, True], "without clipping nothing is to be feared"
 
@@ -272,7 +272,7 @@ def test_three_hundred_steps_of_real_text_against_torch():
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-3, weight_decay=0.1)
     expected = train(theirs, reference, data, clip=1.5)
     with make(ours, max_grad_norm=1.5, bucket_mb=0.1) as opt:
-        got = train(ours, opt, data)
+        got = train(ours, opt, data, before_step=lambda i: opt.engine.worker.wait_idle())
         opt.synchronize()
         ledger = opt.ledger
     assert 50 < sum(r.verdict == "clip" for r in ledger) < 250
