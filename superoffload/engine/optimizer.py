@@ -57,7 +57,9 @@ class OffloadAdamW(torch.optim.Optimizer):
     A gradient that is not finite, in whatever dtype, makes the step a `skip`: nothing is changed and nothing counted.
 
     Weights may be written in place between steps (loaded, clamped) and the optimizer sees it, but not through `p.data`.
-    Before reading weights other than by a module's forward or `state_dict()`, call `synchronize()`.
+    Before reading weights other than by a module's forward or `state_dict()`, and before writing them other than by
+    `load_state_dict()`, call `synchronize()`: between the first gradient and the next forward the worker writes them
+    too. A write that raced with it raises at the next call.
 
     Raises:
         InputError: a parameter list instead of the model, a parameter that is not the model's, an unknown plan field.
