@@ -18,7 +18,7 @@ from torch import nn
 
 from superoffload.engine import OffloadAdamW
 from superoffload.engine.stats import StepRecord
-from tests.engine.common import batches, digest, llama
+from tests.engine.common import batches, digest, llama, train
 
 
 class Step(NamedTuple):
@@ -170,3 +170,48 @@ def _with_one(grad: torch.Tensor, value: float) -> torch.Tensor:
     grad = grad.clone()
     grad.view(-1)[grad.numel() // 2] = value
     return grad
+
+
+# -- between backward and step ----------------------------------------------------------------------------------------
+
+DATA = batches(8)
+
+
+def make(model, **kwargs):
+    return OffloadAdamW(model, **{"lr": 1e-3, "weight_decay": 0.1, "speculate": "on", "bucket_mb": 0.05, **kwargs})
+
+
+def small(dtype=torch.bfloat16, **kwargs):
+    return llama(dtype, layers=2, **kwargs)
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def run_ahead(model, opt, x=DATA[6], loss=None):
+    """Backward, and wait until every bucket has been updated."""
+    before = weights(model)
+    (model(input_ids=x, labels=x).loss if loss is None else loss).backward()
+    opt.engine.worker.wait_idle()
+    if opt.plan.speculate == "on":
+        assert opt.engine.speculation.arrived and not equal(before, weights(model)), "nothing ran ahead"
+    return before
+
+
+def in_both_modes(scene, model=small, **kwargs):
+    """`scene(model, opt)` must end in the same bits, and see the same, with and without speculation."""
+    results = []
+    for speculate in ("off", "on"):
+        m = model()
+        with make(m, speculate=speculate, **kwargs) as opt:
+            train(m, opt, DATA[:2])
+            opt.synchronize()
+            seen = scene(m, opt)
+            results.append((seen, digest(m, opt)))
+    assert results[0] == results[1]
+    return results[0]

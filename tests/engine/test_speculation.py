@@ -196,6 +196,7 @@ def test_a_step_with_a_bad_gradient_never_was(dtype, bad):
                 if i == 3:
                     handle = model.model.embed_tokens.weight.register_hook(lambda g: g * bad)
                 model(input_ids=x, labels=x).loss.backward()
+                opt.engine.worker.wait_idle()
                 opt.step()
                 opt.zero_grad()
                 if i == 3:
