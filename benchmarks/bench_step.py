@@ -4,7 +4,9 @@
     python benchmarks/bench_step.py --size tiny --device cpu      # dry run anywhere
 
 Modes: `limit` is forward and backward alone; `gpu` keeps everything on the GPU (fp32 master, torch's fused AdamW);
-`fsdp2` is FSDP2 with CPU offload and fused AdamW; `engine:N` is OffloadAdamW with N per cent of its buckets retained.
+`fsdp2` is FSDP2 with CPU offload and fused AdamW; `offload` is torch's fused AdamW on the CPU with copies and casts
+written by hand; `engine:N` is OffloadAdamW with N per cent of its buckets retained, and plan fields may follow
+(`engine:40:speculate=off`; see step_modes.py for the others).
 Step time is the median of the differences between the ends of successive steps, after a warm-up; what overlaps the next
 forward is part of the steady state of every mode. Model FLOPs are 6·N·tokens plus causal attention, no recompute.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import platform
@@ -24,28 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from step_modes import SIZES, Mode, build_mode
 
-# hidden, layers, mlp, heads, vocabulary
-SIZES = {"3b": (3072, 26, 8192, 24, 32000), "1b": (2048, 22, 5632, 16, 32000), "tiny": (128, 4, 344, 4, 1000)}
 PEAK_BF16_TFLOPS = 990.0
-
-
-def build(args: argparse.Namespace, dtype: torch.dtype, device: str) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    hidden, layers, mlp, heads, vocab = SIZES[args.size]
-    config = LlamaConfig(hidden_size=hidden, num_hidden_layers=layers, intermediate_size=mlp,
-                         num_attention_heads=heads, num_key_value_heads=heads, vocab_size=vocab,
-                         max_position_embeddings=args.seq, tie_word_embeddings=False, use_cache=False)  # fmt: skip
-    config._attn_implementation = "sdpa"
-    torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    with torch.device(device):
-        model = LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    if args.recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()
 
 
 class Clock:
@@ -70,42 +54,28 @@ class Clock:
 
 
 def run_mode(args: argparse.Namespace) -> dict[str, Any]:
-    mode, cuda = args.mode, args.device == "cuda"
-    batch = args.tokens // args.seq
+    cuda = args.device == "cuda"
     torch.manual_seed(1)
-    x = torch.randint(0, SIZES[args.size][4], (batch, args.seq), device=args.device)
-    extra: dict[str, Any] = {}
-    opt = None
-    if mode == "fsdp2":
-        step, params = fsdp2(args, x)
-    else:
-        model = build(args, torch.bfloat16, args.device)
-        params = sum(p.numel() for p in model.parameters())
-        if mode == "limit":
-
-            def step() -> torch.Tensor:
-                loss = model(input_ids=x, labels=x).loss
-                loss.backward()
-                model.zero_grad(set_to_none=True)
-                return loss
-        elif mode == "gpu":
-            step = all_on_gpu(args, model, x)
-        else:
-            step, opt, extra = engine(args, model, x)
+    x = torch.randint(0, SIZES[args.size][4], (args.tokens // args.seq, args.seq), device=args.device)
+    mode: Mode = build_mode(args, x)
+    opt, extra = mode.optimizer, dict(mode.facts)
     clock = Clock(cuda)
     losses = []
     setup_peak = torch.cuda.max_memory_allocated() if cuda else 0
     for i in range(args.warmup + args.steps):
-        if i == args.warmup and cuda:
-            torch.cuda.reset_peak_memory_stats()
-        loss = step()
+        if i == args.warmup:
+            gc.collect()
+            gc.freeze()  # as `superoffload train` does: a full collection stops the host for 0.3 s
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+        loss = mode.step(i)
         clock.mark()
         losses.append(loss.detach())
     times = clock.seconds()[args.warmup - 1 :]
     if opt is not None:
-        extra.update(norm=opt.stats.grad_norm, verdict=opt.stats.verdict, pinned_gb=opt.stats.pinned_bytes / 1e9,
-                     host_gb=opt.stats.host_bytes / 1e9)  # fmt: skip
-        if args.trace:
+        extra.update(norm=opt.stats.grad_norm, pinned_gb=opt.stats.pinned_bytes / 1e9,
+                     host_gb=opt.stats.host_bytes / 1e9, ledger=summary(opt.ledger[args.warmup:]))  # fmt: skip
+        if extra["traced"]:
             trace = opt.trace(tokens_per_step=args.tokens, peak_bf16_tflops=PEAK_BF16_TFLOPS)
             Path(args.trace).write_text(trace.to_json(indent=None))
             extra["busy_s"] = {
@@ -113,90 +83,26 @@ def run_mode(args: argparse.Namespace) -> dict[str, Any]:
             }
             extra["stalls"] = [s.cause for s in sorted(trace.stalls, key=lambda s: -s.duration_s)[:3]]
     hidden, layers = SIZES[args.size][:2]
-    flops = 6 * params * args.tokens + 12 * layers * hidden * args.seq * args.tokens / 2
+    flops = 6 * mode.params * args.tokens + 12 * layers * hidden * args.seq * args.tokens / 2
     median = statistics.median(times)
     return {
-        "mode": mode, "size": args.size, "params": params, "tokens": args.tokens, "seq": args.seq,
+        "mode": args.mode, "size": args.size, "params": mode.params, "tokens": args.tokens, "seq": args.seq,
         "recompute": bool(args.recompute), "clip": args.clip, "step_s": round(median, 4),
-        "min_s": round(min(times), 4), "max_s": round(max(times), 4), "tokens_per_s": round(args.tokens / median),
-        "model_tflops": round(flops / median / 1e12, 1), "mfu": round(flops / median / 1e12 / PEAK_BF16_TFLOPS, 4),
+        "mean_s": round(statistics.mean(times), 4), "min_s": round(min(times), 4), "max_s": round(max(times), 4),
+        "tokens_per_s": round(args.tokens / median), "model_tflops": round(flops / median / 1e12, 1),
+        "mfu": round(flops / median / 1e12 / PEAK_BF16_TFLOPS, 4),
         "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1) if cuda else 0.0,
         "setup_peak_gpu_gb": round(setup_peak / 1e9, 1), "first_loss": round(float(losses[0]), 4),
         "last_loss": round(float(losses[-1]), 4), **extra,
     }  # fmt: skip
 
 
-def all_on_gpu(args: argparse.Namespace, model: torch.nn.Module, x: torch.Tensor) -> Any:
-    weights = list(model.parameters())
-    masters = [p.detach().float().clone().requires_grad_() for p in weights]
-    optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
-
-    def step() -> torch.Tensor:
-        loss = model(input_ids=x, labels=x).loss
-        loss.backward()
-        for q, p in zip(masters, weights, strict=True):
-            q.grad, p.grad = p.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(masters, args.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        torch._foreach_copy_([p.data for p in weights], [q.data for q in masters])
-        return loss
-
-    return step
-
-
-def fsdp2(args: argparse.Namespace, x: torch.Tensor) -> tuple[Any, int]:
-    import torch.distributed as dist
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
-    model = build(args, torch.float32, "cpu")
-    params = sum(p.numel() for p in model.parameters())
-    policy = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-        "offload_policy": CPUOffloadPolicy(),
-    }
-    for layer in model.model.layers:
-        fully_shard(layer, **policy)
-    fully_shard(model, **policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def step() -> torch.Tensor:
-        loss = model(input_ids=x, labels=x).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step, params
-
-
-def engine(args: argparse.Namespace, model: torch.nn.Module, x: torch.Tensor) -> tuple[Any, Any, dict[str, Any]]:
-    from superoffload.engine import OffloadAdamW
-    from superoffload.layout import TensorRef, cut_buckets
-
-    _, share, *fields = args.mode.split(":")
-    plan = dict(f.split("=") for f in fields)
-    refs = [TensorRef(i, 0, p.numel()) for i, p in enumerate(reversed(list(model.parameters())))]
-    count = len(cut_buckets(refs, args.bucket_mb))
-    retained = round(count * float(share) / 100)
-    t0 = time.perf_counter()
-    threads = {} if args.threads is None else {"adam_threads": args.threads}
-    opt = OffloadAdamW(model, lr=1e-5, max_grad_norm=args.clip, bucket_mb=args.bucket_mb, retained_buckets=retained,
-                       record_trace=bool(args.trace), **threads, **plan)  # fmt: skip
-    setup = time.perf_counter() - t0
-
-    def step() -> torch.Tensor:
-        loss = model(input_ids=x, labels=x).loss
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    return step, opt, {"buckets": count, "retained_buckets": retained, "adam_threads": opt.plan.adam_threads,
-                       "bucket_mb": args.bucket_mb, "setup_s": round(setup, 1), **plan}  # fmt: skip
+def summary(ledger: Any) -> dict[str, Any]:
+    """Verdicts, and medians of what the steps cost."""
+    verdicts = [r.verdict for r in ledger]
+    names = ("speculated", "undone", "waiting_tiles", "speculated_s", "undo_s", "after_verdict_s", "waited_s")
+    medians = {n: round(statistics.median(getattr(r, n) for r in ledger), 4) for n in names} if ledger else {}
+    return {"verdicts": {v: verdicts.count(v) for v in dict.fromkeys(verdicts)}, **medians}
 
 
 def machine(device: str) -> dict[str, str]:
@@ -238,7 +144,7 @@ def main() -> None:
                 command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
             if args.threads is not None:
                 command += ["--threads", str(args.threads)]
-            if args.trace and mode.startswith("engine"):
+            if args.trace and mode.startswith("engine") and "trace=0" not in mode:
                 Path(args.trace).mkdir(parents=True, exist_ok=True)
                 name = f"step_{args.size}_{tokens}_{mode.replace(':', '_').replace('=', '-')}.json"
                 command += ["--trace", str(Path(args.trace) / name)]

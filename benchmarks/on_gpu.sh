@@ -1,22 +1,39 @@
 #!/usr/bin/env bash
 # Build, test and time on a GPU machine whose Python already has torch; wheels of what it lacks may lie in .whl/.
-# Usage: benchmarks/on_gpu.sh OUT_FOLDER [tests | step:TOKENS:MODES | adam:PARAMS:THREADS ...]  (a + in MODES stands for a colon)
+# Usage: benchmarks/on_gpu.sh OUT_FOLDER [tests | step:TOKENS:MODES | adam[:PARAMS[:THREADS]] ...]
+# (a + in MODES stands for a colon; adam's default is 128 million parameters on 1, 2, 4, 8 and 16 threads)
 set -u
 out=$1
 shift
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-[ -d .whl ] && python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade .whl/*.whl
+# Where pip puts ninja, which torch looks for on the PATH.
+PATH=$(python3 -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
+if compgen -G '.whl/*.whl' >/dev/null; then
+  # The second way leaves alone what the system's own packages brought: pip cannot remove those.
+  wheels=(python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir)
+  "${wheels[@]}" --upgrade .whl/*.whl || "${wheels[@]}" --ignore-installed .whl/*.whl || exit 1
+fi
 python3 -m pip install -q --no-build-isolation --no-deps -e . || exit 1
 python3 -c 'from superoffload.kernels import capabilities; print(capabilities())'
+
+# DeepSpeed compiles its CPU Adam when it is first used; the benchmark then says why it does not take part.
+peer_tools() {
+  command -v g++ >/dev/null || echo "no g++: DeepSpeed's CPU Adam cannot be built here"
+  command -v ninja >/dev/null || echo "no ninja: DeepSpeed's CPU Adam cannot be built here"
+  python3 -c 'import importlib.util as u; exit(u.find_spec("deepspeed") is None)' || echo "no deepspeed in this Python"
+}
+
 for what in "$@"; do
   case $what in
     tests) timeout 280 python3 -m pytest tests/gpu -q 2>&1 | tee "$out/tests.log" | tail -n 40 ;;
     step:*)
       IFS=: read -r _ tokens modes <<<"$what"
       python3 benchmarks/bench_step.py --tokens "$tokens" --modes "${modes//+/:}" --trace "$out/traces" --out "$out/step_$tokens.json" ;;
-    adam:*)
+    adam | adam:*)
       IFS=: read -r _ params threads <<<"$what"
-      python3 benchmarks/bench_adam.py --params "$params" --threads "$threads" --rounds 5 --out "$out/adam.json" ;;
+      peer_tools
+      python3 benchmarks/bench_adam.py --params "${params:-128000000}" --threads "${threads:-1,2,4,8,16}" --rounds 5 \
+        --out "$out/adam.json" 2>&1 | tee "$out/adam.log" ;;
     *) echo "unknown: $what" >&2; exit 2 ;;
   esac
 done

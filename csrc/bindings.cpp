@@ -13,7 +13,8 @@
 #include "split.h"
 #include "undo.h"
 
-void bind_worker(nanobind::module_& m);  // bindings_worker.cpp
+void bind_worker(nanobind::module_& m);     // bindings_worker.cpp
+void bind_placement(nanobind::module_& m);  // bindings_placement.cpp
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -22,14 +23,17 @@ namespace {
 
 constexpr std::size_t kTile = 16384;
 
-// Shared by the stand-alone kernel calls; replaced by a larger one when more threads are asked for. Never destroyed:
-// its threads may outlive static destruction.
+std::mutex shared_mutex;
+std::vector<int> shared_cores;
+
+// Shared by the stand-alone kernel calls; replaced by a larger one when more threads are asked for, and when its cores
+// change. Never destroyed: its threads may outlive static destruction.
 so::Pool& shared_pool(int threads) {
-  static std::mutex mutex;
   static so::Pool* pool = nullptr;
   static int process = 0;
-  std::lock_guard<std::mutex> lock(mutex);
-  if (!pool || pool->threads() < threads || process != int(getpid())) pool = new so::Pool(threads);  // not after a fork
+  std::lock_guard<std::mutex> lock(shared_mutex);
+  if (!pool || pool->threads() < threads || process != int(getpid()) || pool->cores() != shared_cores)
+    pool = new so::Pool(threads, shared_cores);  // not after a fork
   process = int(getpid());
   return *pool;
 }
@@ -251,5 +255,17 @@ NB_MODULE(_kernels, m) {
     return so::combine_partials(at<const double>(partials), n);
   });
 
+  // From now on; 0, or the errno of a trial, and then nothing changes.
+  m.def("bind_cores", [](std::vector<int> cores) {
+    if (!cores.empty()) {
+      const so::Pool trial(2, cores);
+      if (trial.bind_error()) return trial.bind_error();
+    }
+    std::lock_guard<std::mutex> lock(shared_mutex);
+    shared_cores = std::move(cores);
+    return 0;
+  });
+
   bind_worker(m);
+  bind_placement(m);
 }

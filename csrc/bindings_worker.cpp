@@ -95,8 +95,12 @@ void bind_worker(nb::module_& m) {
         s.hyper.push_back({lr, b1, b2, eps, wd});
       });
   nb::class_<so::Worker>(m, "Worker")
-      .def("__init__",
-           [](so::Worker* self, int threads, const so::CudaApi& cuda) { new (self) so::Worker(threads, cuda); })
+      .def(
+          "__init__",
+          [](so::Worker* self, int threads, const so::CudaApi& cuda, std::vector<int> cores) {
+            new (self) so::Worker(threads, cuda, std::move(cores));
+          },
+          nb::arg("threads"), nb::arg("cuda"), nb::arg("cores") = std::vector<int>())
       .def_prop_ro("threads", &so::Worker::threads)
       .def("set_buckets",
            [](so::Worker& w, nb::list list) {

@@ -1,5 +1,8 @@
 // A persistent pool of threads that split a range of tiles. Own threads rather than OpenMP: torch brings a second
 // OpenMP runtime into the process, and the engine must leave the caller's cores alone.
+//
+// A call ends when its tiles are done, not when every thread has looked: threads that wake up too late find nothing and
+// nobody waits for them. So a small call costs what its tiles cost, whatever the number of threads.
 #pragma once
 
 #include <atomic>
@@ -14,12 +17,17 @@ namespace so {
 
 class Pool {
  public:
-  explicit Pool(int threads);
+  // `cores`: the threads that the pool starts may run on these and no others; empty leaves them to the system. The
+  // calling thread is one of the `threads` and is never bound: it belongs to the caller.
+  explicit Pool(int threads, std::vector<int> cores = {});
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  const std::vector<int>& cores() const { return cores_; }
+  // errno of the first thread that could not be bound, which runs unbound; 0 where all are.
+  int bind_error() const { return bind_error_; }
 
   // Runs body(context, tile) for every tile in [0, tiles), on at most `limit` threads, the caller being one of them.
   // Returns when all are done. One caller at a time: a second one waits.
@@ -31,20 +39,38 @@ class Pool {
   }
 
  private:
+  // Where one thread sleeps; on a cache line of its own, since whoever wakes it writes there.
+  struct alignas(64) Bed {
+    std::mutex mutex;
+    std::condition_variable wake;
+    std::atomic<bool> asleep{false};
+  };
+
   void loop(int id);
-  void drain();
+  bool claim(int id, std::size_t* tile);
+  bool has_tile_for(int id) const;
+  std::size_t drain(int id);
+  void finish(std::size_t done);
+  void rouse(int id);
+  void rouse_children(int id);
+  template <class Ready>
+  void rest(int id, Ready ready);
 
   const int process_;  // a forked child has this object, but not its threads
+  const std::vector<int> cores_;
+  int bind_error_ = 0;
   std::mutex caller_;
-  std::mutex mutex_;
-  // On the heap for the same reason as the worker's.
-  std::unique_ptr<std::condition_variable> start_{new std::condition_variable}, done_{new std::condition_variable};
+  // On the heap, so that a forked child can leave them: destroying a condition variable waits for waiters that do not
+  // exist there. Bed 0 is the caller's.
+  std::unique_ptr<Bed[]> beds_;
   std::vector<std::thread> workers_;
-  std::uint64_t generation_ = 0;
-  bool stop_ = false;
-  int busy_ = 0, limit_ = 0;
+  std::atomic<bool> stop_{false};
+  // The job in one word, so that a tile is claimed together with the right to claim it: threads with an id below
+  // `limit` (upper 16 bits) may take tiles, and this many are left (lower 48 bits). Whoever has claimed a tile may read
+  // the fields below until he has reported it done.
+  alignas(64) std::atomic<std::uint64_t> job_{0};
+  alignas(64) std::atomic<std::size_t> unfinished_{0};
   std::size_t tiles_ = 0;
-  std::atomic<std::size_t> next_{0};
   void (*body_)(void*, std::size_t) = nullptr;
   void* context_ = nullptr;
 };

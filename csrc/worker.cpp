@@ -7,6 +7,8 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "placement.h"
+
 namespace so {
 namespace {
 
@@ -22,10 +24,15 @@ bool operator==(const AdamHyper& a, const AdamHyper& b) {
 
 }  // namespace
 
-Worker::Worker(int threads, CudaApi cuda)
-    : pool_(threads), update_(pool_, spans_), uploader_(cuda, pool_, spans_), process_(int(getpid())), thread_([this] {
-        loop();
-      }) {}
+Worker::Worker(int threads, CudaApi cuda, std::vector<int> cores)
+    : pool_(threads, cores),
+      update_(pool_, spans_),
+      uploader_(cuda, pool_, spans_),
+      process_(int(getpid())),
+      thread_([this] { loop(); }) {
+  name_thread(thread_.native_handle(), "so-worker");
+  if (!cores.empty()) bind_thread(thread_.native_handle(), cores);  // the pool's caller: the engine's own thread
+}
 
 Worker::~Worker() { close(); }
 

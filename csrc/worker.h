@@ -28,7 +28,8 @@ namespace so {
 
 class Worker {
  public:
-  Worker(int threads, CudaApi cuda);
+  // Pool and worker thread run on `cores`; empty leaves them to the system.
+  Worker(int threads, CudaApi cuda, std::vector<int> cores = {});
   ~Worker();
 
   void set_buckets(std::vector<BucketDesc> buckets);  // only while idle

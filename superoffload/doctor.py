@@ -155,13 +155,17 @@ def _memlock() -> Iterator[Check]:
 
 
 def _numa() -> Iterator[Check]:
-    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
-    if len(nodes) <= 1:
+    from superoffload.topology import read_topology
+
+    topology = read_topology()
+    if len(topology.nodes) <= 1:
         yield Check("NUMA", "ok", "one node")
-        return
-    with_cores = [n for n in nodes if (n / "cpulist").is_file() and (n / "cpulist").read_text().strip()]
-    yield Check("NUMA", "note", f"{len(nodes)} nodes, {len(with_cores)} with cores",
-                "Bind to the GPU's node (nvidia-smi topo -m): numactl --cpunodebind=N --membind=N")  # fmt: skip
+    elif topology.memory_only and len(topology.cpu_nodes) == 1:
+        yield Check("NUMA", "ok", f"{topology.describe()}; the optimizer stays on node {topology.cpu_nodes[0].index}")
+    else:
+        yield Check("NUMA", "note", topology.describe(),
+                    "The optimizer binds itself to its GPU's node; for the rest of the process (nvidia-smi topo -m "
+                    "names the node): numactl --cpunodebind=N --membind=N")  # fmt: skip
 
 
 def gpus() -> list[str]:

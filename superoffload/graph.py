@@ -193,6 +193,8 @@ class _Builder:
             for b in bucket.blocks:
                 self.needs[b].append(bucket.index)
         self.costs = {dtype: bucket_cost(plan, dtype) for dtype in DTYPE_BYTES}
+        self.held: dict[int, int] = {}
+        """Copy after which a bucket's gradients of the micro-batches so far are on the host."""
         self.up: dict[int, int] = {}
         """Upload operator of each bucket that has one."""
         self.home: dict[int, list[int]] = {}
@@ -211,7 +213,9 @@ class _Builder:
         for micro in range(self.plan.accumulation):
             self._forward(micro)
             last = micro == self.plan.accumulation - 1
-            packed = self._backward(micro, last)
+            packed = self._backward(micro, last or self.plan.accumulate_on == "cpu")
+            if not last and packed:
+                self._accumulate(packed)
         self._update(packed)
         self._link_forward()
         self._fetches()
@@ -240,10 +244,11 @@ class _Builder:
         else:
             self.uses.append((block, first, last))
 
-    def _backward(self, micro: int, last: bool) -> dict[int, int]:
-        """Add the backward of one micro-batch; return, for the last one, the piece that completes each bucket."""
+    def _backward(self, micro: int, sends: bool) -> dict[int, int]:
+        """Add the backward of one micro-batch; return, for one that sends its gradients, the piece that completes each
+        bucket."""
         full = self.plan.activations == "full"
-        ends = self._bucket_ends() if last else {}
+        ends = self._bucket_ends() if sends else {}
         packed: dict[int, int] = {}
         for b in range(len(self.profile.blocks) - 1, -1, -1):
             block = self.profile.blocks[b]
@@ -261,6 +266,19 @@ class _Builder:
                 self.add("gpu", "backward", name, (1.0 - done) * block.backward_s, block=b)
             self._use(b, first, len(self.ops) - 1)
         return packed
+
+    def _accumulate(self, packed: dict[int, int]) -> None:
+        """Send the gradients of a micro-batch that is not the last down to where they are held."""
+        for k, bucket in enumerate(self.buckets[: self.first_retained]):
+            size = self.costs[bucket.dtype].down_bytes * bucket.params
+            deps = [packed[k], *self._fetch_held(k, size)]
+            self.held[k] = self._copy("link_down", "copy_down", f"copy down of bucket {k}", size, k, deps)
+
+    def _fetch_held(self, k: int, size: int) -> list[int]:
+        """The copy that brings up what earlier micro-batches left in bucket `k`, to be added to; none for the first."""
+        if k not in self.held:
+            return []
+        return [self._copy("link_up", "fetch", f"fetch of held bucket {k}", size, k, [self.held[k]])]
 
     def _bucket_ends(self) -> dict[int, list[tuple[float, int]]]:
         """For each block, the shares of its backward at which buckets are complete: by the share of the block's
@@ -304,8 +322,9 @@ class _Builder:
             cost = self.costs[bucket.dtype]
             if len(downs) >= RING_SLOTS:
                 self.ops[packed[k]].deps.append(downs[-RING_SLOTS])
-            down = self._copy("link_down", "copy_down", f"copy down of bucket {k}", cost.down_bytes * bucket.params,
-                              k, [packed[k]])  # fmt: skip
+            size = cost.down_bytes * bucket.params
+            down = self._copy("link_down", "copy_down", f"copy down of bucket {k}", size, k,
+                              [packed[k], *self._fetch_held(k, size)])  # fmt: skip
             downs.append(down)
             before = cost.cast_down_bytes * bucket.params / cast_rate
             adam = cost.adam_bytes * bucket.params / rate

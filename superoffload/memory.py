@@ -110,7 +110,12 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
             b.numel * (ADAM_STATE_BYTES - (4 if b.dtype == "float32" else 0)) for b in retained
         ),
         "retained gradients": sum(b.numel * DTYPE_BYTES[b.dtype] for b in retained),
-        "gradients while accumulating": _weights(profile.blocks) if plan.accumulation > 1 else 0,
+        "gradients while accumulating": _weights(profile.blocks)
+        if plan.accumulation > 1 and plan.accumulate_on == "gpu"
+        else 0,
+        "fetched gradient bucket": max((b.numel * costs[b.dtype].down_bytes for b in on_cpu), default=0)
+        if plan.accumulate_on == "cpu"
+        else 0,
         "gradient being produced": _largest_gradient(profile.blocks),
         **_activations(profile.blocks, plan.activations),
     }

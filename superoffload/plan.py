@@ -11,6 +11,7 @@ from superoffload.record import Record
 Cast = Literal["gpu", "cpu", "fused"]
 Speculate = Literal["on", "off", "auto"]
 Activations = Literal["none", "full"]
+Processor = Literal["gpu", "cpu"]
 
 CASTS: tuple[Cast, ...] = ("gpu", "cpu", "fused")
 
@@ -46,6 +47,9 @@ class Plan(Record):
     """Tokens per sequence."""
     accumulation: Annotated[int, Field(ge=1)] = 1
     """Micro-batches per optimizer step."""
+    accumulate_on: Processor = "gpu"
+    """Where the gradients of earlier micro-batches wait: `gpu` in `p.grad` (2 B/param in 16 bit), `cpu` in the held
+    gradients on the host, which every later micro-batch then fetches, adds to and sends down again."""
     reasons: dict[str, str] = Field(default_factory=dict)
     """One sentence with numbers for each field that the cost model chose; absent for a field set by hand."""
 

@@ -100,6 +100,7 @@ class _Chooser:
             ("micro_batch", "as profiled"),
             ("seq_len", "as profiled"),
             ("accumulation", "1: every micro-batch is a step"),
+            ("accumulate_on", "gpu: no gradient crosses the link before the last micro-batch"),
         ):
             if name not in self.given:
                 self.reasons[name] = why

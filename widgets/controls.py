@@ -19,6 +19,7 @@ ACCUMULATIONS = (1, 2, 4, 8, 16, 32, 64)
 CAST_TITLES = {"gpu": "on the GPU (fp32 crosses)", "cpu": "separate CPU pass", "fused": "fused into CPU Adam"}
 SPECULATE_TITLES = {"auto": "auto", "on": "on: before the norm", "off": "off: waits for norm"}
 ACTIVATION_TITLES = {"full": "recompute all", "none": "keep all"}
+ACCUMULATE_TITLES = {"gpu": "the GPU, in p.grad", "cpu": "the CPU, fetched to add"}
 
 
 class Knob(W.VBox):  # type: ignore[misc]
@@ -90,6 +91,9 @@ class Controls(W.VBox):  # type: ignore[misc]
         self.batch = W.SelectionSlider(options=[1], description="Micro-batch", layout=layout(), **slider)
         self.sequence = W.SelectionSlider(options=[1], description="Sequence", layout=layout(), **slider)
         self.accumulation = W.SelectionSlider(options=[1], description="Accumulate", layout=layout(), **slider)
+        self.accumulate_on = W.Dropdown(
+            options=[(t, v) for v, t in ACCUMULATE_TITLES.items()], description="Held on", layout=layout(), **drop
+        )
         self.knobs = {
             k.field: k
             for k in (
@@ -104,6 +108,7 @@ class Controls(W.VBox):  # type: ignore[misc]
                 Knob("micro_batch", self.batch, on_choose),
                 Knob("seq_len", self.sequence, on_choose),
                 Knob("accumulation", self.accumulation, on_choose),
+                Knob("accumulate_on", self.accumulate_on, on_choose),
             )
         }
         rows = list(self.knobs.values())
@@ -147,6 +152,7 @@ class Controls(W.VBox):  # type: ignore[misc]
             "micro_batch": lambda: _options(self.batch, MICRO_BATCHES, p.micro_batch, str),
             "seq_len": lambda: _options(self.sequence, SEQUENCES, p.seq_len, lambda v: f"{v:,}"),
             "accumulation": lambda: _options(self.accumulation, ACCUMULATIONS, p.accumulation, str),
+            "accumulate_on": lambda: _set(self.accumulate_on, p.accumulate_on),
         }
         self._quiet = True
         try:

@@ -6,6 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
+from superoffload.engine.placement import Placement, callers_cores, place
 from superoffload.errors import InputError, NotSupported, did_you_mean
 from superoffload.kernels import available_cores
 from superoffload.plan import Plan
@@ -31,10 +34,16 @@ class StepArguments(NamedTuple):
     """1 / loss scale."""
 
 
-def default_adam_threads() -> int:
-    """All cores but one, or but two on a large machine: PyTorch's launching thread and autograd's need theirs."""
+def default_adam_threads(placement: Placement | None = None) -> int:
+    """All cores but one, or but two where there are many: PyTorch's launching thread and autograd's need theirs.
+
+    Args:
+        placement: on a machine of several NUMA nodes, where Adam goes; its cores are those left to it.
+    """
+    if placement is not None and placement.cores:
+        return len(placement.cores)
     cores = available_cores()
-    return max(1, cores - (2 if cores >= 8 else 1))
+    return max(1, cores - callers_cores(cores))
 
 
 def check_hyper(
@@ -62,13 +71,22 @@ def check_hyper(
             raise InputError(f"{name} = {value!r}", expected=expected)
 
 
-def resolve_plan(plan: Plan | None, fields: dict[str, Any]) -> Plan:
+def resolve_plan(plan: Plan | None, fields: dict[str, Any], device: torch.device | None = None) -> Plan:
+    """The plan with the caller's fields in it.
+
+    Args:
+        device: of the weights; without a plan it decides how many Adam threads there are cores for.
+
+    Raises:
+        InputError: a field that a plan does not have.
+        NotSupported: a plan that can be simulated but not run.
+    """
     for name in fields:
         if name not in Plan.knobs():
             raise InputError(f'unknown argument "{name}"{did_you_mean(name, Plan.knobs())}',
                              expected="AdamW's arguments or a plan field: " + ", ".join(Plan.knobs()))  # fmt: skip
     if plan is None:
-        plan = Plan(adam_threads=default_adam_threads())
+        plan = Plan(adam_threads=default_adam_threads(place(device) if device is not None else None))
     plan = plan.replace(**fields) if fields else plan
     if plan.flow_blocks:
         raise NotSupported(

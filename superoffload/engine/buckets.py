@@ -16,6 +16,7 @@ from torch import nn
 
 from superoffload.engine.device import Chunk, Device
 from superoffload.engine.host_memory import HostMemory
+from superoffload.engine.placement import place
 from superoffload.errors import InputError
 from superoffload.kernels import DTYPE_CODES, native
 from superoffload.layout import NORM_CHUNK, Bucket, Segment, TensorRef, cut_buckets
@@ -63,6 +64,10 @@ class UndoMemory:
     def tiles(layout: Bucket) -> int:
         """Tiles of a bucket: every segment has its own."""
         return sum(-(-s.numel // native.UNDO_TILE) for s in layout.segments)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (*self.low, self.escapes, self.counts))
 
     def addresses(self) -> tuple[int, int, int, int, int]:
         p, m, v = (x.data_ptr() for x in self.low)
@@ -137,7 +142,9 @@ class Arenas:
         *,
         trace: bool,
     ):
-        self.host = HostMemory(can_pin=device.is_cuda)
+        self.host = HostMemory(
+            can_pin=device.is_cuda, placement=place(device.device, plan.adam_threads), threads=plan.adam_threads
+        )
         self.params = list(params)
         self.plan = plan
         for layout in layouts:
@@ -215,7 +222,7 @@ class Arenas:
         return states
 
     def _undo_memory(self, layouts: Sequence[Bucket]) -> dict[int, UndoMemory]:
-        """Undo records of some buckets, by index. Pages of the escape lists are touched only where elements escape."""
+        """Undo records of some buckets, by index."""
         total, tiles = sum(b.numel for b in layouts), [UndoMemory.tiles(b) for b in layouts]
         low = [self.host.zeros(total, torch.uint8) for _ in range(3)]
         escape_bytes = native.UNDO_ESCAPES * native.UNDO_ESCAPE_BYTES

@@ -75,6 +75,9 @@ def state_dict(optimizer: OffloadAdamW) -> dict[str, Any]:
         groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(range(start, start + n))})
         start += n
     result: dict[str, Any] = {"state": state, "param_groups": groups}
+    if optimizer._loss_scale is not None:
+        optimizer.learn_loss_scale()
+        result["loss_scale"] = optimizer._loss_scale.as_dict()
     for after in optimizer._optimizer_state_dict_post_hooks.values():
         result = after(optimizer, result) or result
     return result
@@ -116,6 +119,8 @@ def load_state_dict(optimizer: OffloadAdamW, given: dict[str, Any]) -> None:
                 engine.weights.scatter(p, kind, values[kind])
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({k: v for k, v in saved.items() if k != "params"})
+    if optimizer._loss_scale is not None and "loss_scale" in given:
+        optimizer._loss_scale.load(given["loss_scale"])
     optimizer._show_steps()
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
@@ -146,6 +151,9 @@ def save(optimizer: OffloadAdamW, path: str | os.PathLike[str]) -> None:
         "steps": json.dumps({p.name: int(engine.steps[p.index]) for p in engine.params}),
         "param_groups": json.dumps(groups),
     }
+    if optimizer._loss_scale is not None:
+        optimizer.learn_loss_scale()
+        metadata["loss_scale"] = json.dumps(optimizer._loss_scale.as_dict())
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
 
@@ -175,6 +183,8 @@ def load(optimizer: OffloadAdamW, path: str | os.PathLike[str]) -> None:
                 engine.steps[p.index] = steps[p.name]
                 for kind in ("master", *MOMENTS):
                     engine.weights.scatter(p, kind, f.get_tensor(f"{kind}/{p.name}"))
+            if optimizer._loss_scale is not None and "loss_scale" in metadata:
+                optimizer._loss_scale.load(json.loads(metadata["loss_scale"]))
             optimizer._show_steps()
             _load_groups(optimizer, json.loads(metadata["param_groups"]))
     except SafetensorError as e:

@@ -12,7 +12,7 @@ import torch
 
 from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
 from superoffload.engine.device import Device
-from superoffload.engine.recorder import Recorder
+from superoffload.engine.recorder import Recorder, profiled
 from superoffload.engine.worker import WorkerFace
 from superoffload.layout import Segment
 
@@ -21,7 +21,8 @@ RING_SLOTS = 4
 
 SECOND_BACKWARD = (
     "a second backward ran before step(): its gradients were added to the ones already on the CPU, which is right but "
-    "slow. Put every backward but the last inside `with opt.no_sync():` (or pass gradient_accumulation_steps)"
+    "slow, and nothing was speculated. Put every backward but the last inside `with opt.no_sync():` (or pass "
+    "gradient_accumulation_steps)"
 )
 
 
@@ -39,28 +40,58 @@ class _Slot:
 
 
 class GradientCollector:
-    """Takes gradients of managed parameters until a step consumes them."""
+    """Takes gradients of managed parameters until a step consumes them.
+
+    Gradients of several backwards add up where the bucket's gradient is kept: a retained bucket's on the device, any
+    other's on the host. There the sum is made on the device, in the parameter's dtype as torch accumulates: the held
+    bucket comes up the link, the new gradient is added and the sum goes down again, all on the download stream, beside
+    whatever is computed.
+    """
 
     def __init__(self, arenas: Arenas, device: Device, recorder: Recorder, worker: WorkerFace):
         self._arenas, self._device, self._recorder, self._worker = arenas, device, recorder, worker
         self._stream: Any = None
         self.partials = torch.zeros(arenas.partial_count, dtype=torch.float64, device=device.device)
-        nbytes = max((b.layout.numel * b.grad.dtype.itemsize for b in arenas.cpu_buckets), default=0)
-        self._free = [_Slot(nbytes, device) for _ in range(RING_SLOTS if nbytes else 0)]
+        self._slot_bytes = max((b.layout.numel * b.grad.dtype.itemsize for b in arenas.cpu_buckets), default=0)
+        self._free = [_Slot(self._slot_bytes, device) for _ in range(RING_SLOTS if self._slot_bytes else 0)]
         self._open: dict[int, _Slot] = {}
         self._pending: dict[int, list[Segment]] = {}
+        self._adds: dict[int, list[Segment]] = {}
+        """Pending segments that have a held gradient to be added to."""
+        self._fetched: torch.Tensor | None = None
+        """Where a held bucket comes up to; only the download stream uses it."""
+        if arenas.plan.accumulate_on == "cpu" and self._slot_bytes:
+            self._fetched = torch.zeros(self._slot_bytes, dtype=torch.uint8, device=device.device)
         self.collected: set[int] = set()
         """Parameters whose gradient has been taken since the last step."""
+        self._final: set[int] = set()
+        """Of these, the ones that the last backward before the step has given."""
         self._live: set[int] = set()
         """Parameters whose partial sums are not zero."""
-        self._touched: set[int] = set()
-        """Buckets that have been sent since the last step, whole or in part."""
+        self._unsummed: dict[int, list[Segment]] = {}
+        """Segments that were sent by a backward which was not the last, so that their partial sums are missing."""
+        self._sent: set[int] = set()
+        """Buckets that the last backward has sent, whole or in part."""
+        self.sums_on_download = False
+        """Whether partial sums of this step are made on the download stream."""
         self._warned = False
 
-    def take(self, p: ManagedParam) -> list[BucketState]:
+    def is_final(self, p: ManagedParam) -> bool:
+        """Whether the last backward has given `p`'s gradient already."""
+        return p.index in self._final
+
+    @property
+    def final_begun(self) -> bool:
+        return bool(self._final)
+
+    def take(self, p: ManagedParam, *, last: bool = True) -> list[BucketState]:
         """Take `p`'s gradient and drop it. A second one since the last step is added to the first.
 
-        Returns the buckets that this gradient has filled and sent on their way, whole and for the first time.
+        Args:
+            last: whether this backward is the last before the step, as far as anyone knows.
+
+        Returns:
+            The buckets that the last backward has filled with this gradient, whole and for the first time.
         """
         grad = p.param.grad
         if grad is None:
@@ -70,88 +101,115 @@ class GradientCollector:
         self._stream = self._device.continue_from(self._stream)
         if grad.is_sparse:
             grad = grad.to_dense()
-        if p.index in self.collected:
-            grad = self._add_to_held(p, grad)
+        again = p.index in self.collected
+        if p.index in self._final and not self._warned:
+            self._warned = True
+            warnings.warn(SECOND_BACKWARD, UserWarning, stacklevel=2)
         self.collected.add(p.index)
         self._live.add(p.index)
+        if last:
+            self._final.add(p.index)
         flat = grad.detach().reshape(-1)
         p.param.grad = None
         filled: list[BucketState] = []
         for index, segment in p.places:
             state = self._arenas.buckets[index]
-            target = self._landing(state)
-            target[segment.start : segment.start + segment.numel].copy_(
-                flat[segment.offset : segment.offset + segment.numel]
-            )
-            pending = self._pending.setdefault(index, [])
-            pending.append(segment)
-            if len(pending) == len(state.layout.segments):
-                self._flush(state)
-                if index not in self._touched:
-                    filled.append(state)
-                self._touched.add(index)
+            self._land(state, segment, flat[segment.offset : segment.offset + segment.numel], again)
+            if len(self._pending[index]) == len(state.layout.segments):
+                with profiled(f"send bucket {index}"):
+                    self._flush(state, last=last)
+                if last:
+                    if index not in self._sent:
+                        filled.append(state)
+                    self._sent.add(index)
         return filled
 
     def finish(self) -> None:
         """Send what has not been sent, and zero the partial sums of parameters without a gradient in this step."""
         self._stream = self._device.continue_from(self._stream)
         for index in list(self._pending):
-            self._flush(self._arenas.buckets[index])
+            self._flush(self._arenas.buckets[index], last=True)
+        for index, segments in self._unsummed.items():  # had no gradient in the last backward
+            self._sum_again(self._arenas.buckets[index], segments)
         for i in self._live - self.collected:
             p = self._arenas.params[i]
             self.partials[p.first_partial : p.first_partial + p.chunks].zero_()
         self._live &= self.collected
-        self._touched.clear()
+        self._unsummed.clear()
+        self._sent.clear()
+
+    def consumed(self) -> None:
+        """A step has been submitted: the next gradient is another step's."""
+        self.collected.clear()
+        self._final.clear()
+        self.sums_on_download = False
 
     def discard(self) -> None:
         """Forget every gradient taken since the last step (`zero_grad` without `step`)."""
         for slot in self._open.values():
             self._free.append(slot)
-        self._open.clear()
-        self._pending.clear()
-        self._touched.clear()
-        self.collected.clear()
+        for by_bucket in (self._open, self._pending, self._adds, self._unsummed):
+            by_bucket.clear()
+        self._sent.clear()
+        self.consumed()
+
+    def _land(self, state: BucketState, segment: Segment, piece: torch.Tensor, again: bool) -> None:
+        """Put one segment's gradient where its bucket is gathered."""
+        span = slice(segment.start, segment.start + segment.numel)
+        target = (state.grad if state.retained else self._landing(state))[span]
+        pending = self._pending.setdefault(state.index, [])
+        here = segment in pending
+        if again and (here or state.retained):
+            _add(target, piece, state.weights.dtype)
+        else:
+            target.copy_(piece)
+            if again:
+                self._adds.setdefault(state.index, []).append(segment)
+        if not here:
+            pending.append(segment)
 
     def _landing(self, state: BucketState) -> torch.Tensor:
-        if state.retained:
-            return state.grad
         slot = self._open.get(state.index)
         if slot is None:
             if not self._free:  # gradients came in an unexpected order: send the bucket that has waited longest
                 longest = next(iter(self._open))
-                self._touched.add(longest)
-                self._flush(self._arenas.buckets[longest])
+                self._sent.add(longest)
+                self._flush(self._arenas.buckets[longest], last=True)
             slot = self._free.pop(0)
             if slot.used:
                 self._device.compute_waits(slot.sent)  # its last bucket must have left before it is overwritten
             self._open[state.index] = slot
         return slot.view(state)
 
-    def _flush(self, state: BucketState) -> None:
+    def _flush(self, state: BucketState, *, last: bool) -> None:
+        """Send a bucket's pending segments on their way, with their partial sums if these are the final gradients."""
         if not state.retained:
             self._worker.wait_bucket(state)  # may be interrupted by Ctrl-C: nothing has changed until here
-        segments = self._pending.pop(state.index, [])
-        if not segments:  # all of them were taken back to be added to
-            self._free.append(self._open.pop(state.index))
-            return
+        segments, adds = self._pending.pop(state.index, []), self._adds.pop(state.index, [])
         whole = len(segments) == len(state.layout.segments)
-        landed = self._landing(state)
-        table = state.table if whole else self._device.chunk_table(self._arenas.chunks(segments))
-        start = self._recorder.mark(self._device)
-        self._device.norm_partials(landed, table, self.partials)
-        self._recorder.add("gpu", "norm", start, self._recorder.mark(self._device), bucket=state.index)
+        if last:
+            left = [s for s in self._unsummed.pop(state.index, []) if s not in segments]
+            if left:
+                self._unsummed[state.index] = left
+        else:
+            self._unsummed[state.index] = list({*self._unsummed.get(state.index, []), *segments})
         if state.retained:
+            if last:
+                self._sum(state, state.grad, segments, whole)
             return
-        slot = self._open.pop(state.index)
+        landed, slot = self._landing(state), self._open.pop(state.index)
+        if last and not adds:
+            self._sum(state, landed, segments, whole)
         self._device.down_waits_for_compute()
         with self._device.down_stream():
+            if adds:
+                self._add_held(state, landed, adds)
+                if last:
+                    self._sum(state, landed, segments, whole)
+                    self.sums_on_download = True
             start = self._recorder.mark(self._device, down=True)
-            if whole:
-                state.grad.copy_(landed, non_blocking=True)
-            else:
-                for s in segments:
-                    span = slice(s.start, s.start + s.numel)
-                    state.grad[span].copy_(landed[span], non_blocking=True)
+            for span in _spans(segments, whole):
+                state.grad[span].copy_(landed[span], non_blocking=True)
             end = self._recorder.mark(self._device, down=True)
         self._device.record_down(slot.sent)
         slot.used = True
@@ -159,30 +217,52 @@ class GradientCollector:
         nbytes = sum(s.numel for s in segments) * state.grad.element_size()
         self._recorder.add("link_down", "copy_down", start, end, bucket=state.index, nbytes=nbytes)
 
-    def _add_to_held(self, p: ManagedParam, grad: torch.Tensor) -> torch.Tensor:
-        """The sum of the held gradient and a new one, in the parameter's dtype as torch accumulates."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(SECOND_BACKWARD, UserWarning, stacklevel=2)
-        held = self._take_back(p)
-        return held.view(grad.shape).to(grad.dtype) + grad
+    def _sum(self, state: BucketState, gradient: torch.Tensor, segments: list[Segment], whole: bool) -> None:
+        """Partial sums of squares of some segments, on the current stream."""
+        table = state.table if whole else self._device.chunk_table(self._arenas.chunks(segments))
+        start = self._recorder.mark(self._device)
+        self._device.norm_partials(gradient, table, self.partials)
+        self._recorder.add("gpu", "norm", start, self._recorder.mark(self._device), bucket=state.index)
+
+    def _fetch(self, state: BucketState, segments: list[Segment]) -> torch.Tensor:
+        """Bring held gradients up, on the download stream: behind the copies that brought them down."""
+        if self._fetched is None:
+            self._fetched = torch.zeros(self._slot_bytes, dtype=torch.uint8, device=self._device.device)
+        held = self._fetched[: state.layout.numel * state.grad.element_size()].view(state.grad.dtype)
+        start = self._recorder.mark(self._device, down=True)
+        for span in _spans(segments, len(segments) == len(state.layout.segments)):
+            held[span].copy_(state.grad[span], non_blocking=True)
+        nbytes = sum(s.numel for s in segments) * state.grad.element_size()
+        end = self._recorder.mark(self._device, down=True)
+        self._recorder.add("link_up", "fetch", start, end, bucket=state.index, nbytes=nbytes)
+        return held
+
+    def _add_held(self, state: BucketState, landed: torch.Tensor, segments: list[Segment]) -> None:
+        held = self._fetch(state, segments)
+        for span in _spans(segments, len(segments) == len(state.layout.segments)):
+            _add(landed[span], held[span], state.weights.dtype)
+
+    def _sum_again(self, state: BucketState, segments: list[Segment]) -> None:
+        if state.retained:
+            self._sum(state, state.grad, segments, whole=False)
+            return
+        self._device.down_waits_for_compute()
+        with self._device.down_stream():
+            self._sum(state, self._fetch(state, segments), segments, whole=False)
+        self.sums_on_download = True
 
     def _take_back(self, p: ManagedParam) -> torch.Tensor:
         """A copy on the device, flat, of a gradient already taken; what has not been sent yet will not be."""
+        for index, _ in p.places:
+            if index in self._pending:
+                self._flush(self._arenas.buckets[index], last=False)
+        for slot in [*self._free, *self._open.values()]:
+            if slot.used:
+                self._device.host_waits(slot.sent)
         pieces: list[torch.Tensor] = []
         for index, s in p.places:
-            state = self._arenas.buckets[index]
-            pending = self._pending.get(index, [])
-            span = slice(s.start, s.start + s.numel)
-            if state.retained:
-                pieces.append(state.grad[span].clone())
-            elif s in pending:
-                pieces.append(self._landing(state)[span].clone())
-            else:
-                self._synchronize_down()
-                pieces.append(state.grad[span].to(self._device.device))
-            if s in pending:
-                pending.remove(s)
+            held = self._arenas.buckets[index].grad[s.start : s.start + s.numel]
+            pieces.append(held.to(self._device.device, copy=True))
         return torch.cat(pieces) if pieces else torch.empty(0, device=self._device.device)
 
     def give_back(self) -> None:
@@ -193,16 +273,24 @@ class GradientCollector:
             p.param.grad = held if p.param.grad is None else p.param.grad + held
         self.discard()
 
-    def _synchronize_down(self) -> None:
-        for slot in [*self._free, *self._open.values()]:
-            if slot.used:
-                self._device.host_waits(slot.sent)
-
     @property
     def device_bytes(self) -> int:
         """Bytes of the ring and the partial sums on the device."""
         slots = sum(s.buffer.numel() for s in [*self._free, *self._open.values()])
-        return slots + self.partials.numel() * 8
+        return slots + self.partials.numel() * 8 + (0 if self._fetched is None else self._fetched.numel())
+
+
+def _spans(segments: list[Segment], whole: bool) -> list[slice]:
+    """The elements of some segments of a bucket; of all of them in one piece."""
+    return [slice(None)] if whole else [slice(s.start, s.start + s.numel) for s in segments]
+
+
+def _add(target: torch.Tensor, addend: torch.Tensor, dtype: torch.dtype) -> None:
+    """target + addend rounded to the parameter's dtype, whatever the dtype in which gradients are held."""
+    if target.dtype == dtype == addend.dtype:
+        target.add_(addend)
+    else:
+        target.copy_(target.to(dtype).add_(addend.to(dtype)))
 
 
 def collect_hook(take: Callable[[ManagedParam], None], p: ManagedParam) -> Any:

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from superoffload.engine import checkpoint
+from superoffload.engine import checkpoint, report
 from superoffload.engine.arguments import Hyper, StepArguments, accelerate_syncs, check_hyper, resolve_plan
 from superoffload.engine.blocks import find_blocks
 from superoffload.engine.buckets import DTYPES, ManagedParam, plan_layout
-from superoffload.engine.stats import Stats, StepLog, StepRecord, verdict_word
+from superoffload.engine.loss_scale import LossScale
+from superoffload.engine.stats import Stats, StepLog, StepRecord
 from superoffload.engine.stepper import Engine
 from superoffload.errors import EngineError, InputError, NotSupported
-from superoffload.memory import Ledger, LedgerItem
+from superoffload.memory import Ledger
 from superoffload.plan import Plan
 from superoffload.tracing import Trace
-from superoffload.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from superoffload.config import TunedConfig
@@ -90,7 +90,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         check_hyper(lr, betas, eps, weight_decay, max_grad_norm, gradient_accumulation_steps)
         self.model = model
         self.max_grad_norm = max_grad_norm
-        self.plan = resolve_plan(plan, plan_fields)
+        self.plan = resolve_plan(plan, plan_fields, next((p.device for p in model.parameters()), None))
         self._record_trace = record_trace
         self._accumulation = gradient_accumulation_steps
         self._fired: dict[int, int] = {}
@@ -98,6 +98,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._late: set[int] = set()
         self._sync = True
         self._log = StepLog()
+        self._loss_scale: LossScale | None = None
+        self._scaled = False
+        """Whether the loss of the step that is being gathered was scaled."""
+        self._unlearned = False
+        """Whether the last step was scaled, and its verdict is not yet in the loss scale."""
         self._skips_before = 0
         """Of the engines that this one replaced."""
         self._engine: Engine | None = None
@@ -167,12 +172,15 @@ class OffloadAdamW(torch.optim.Optimizer):
             arguments=self._arguments, log=self._log,
         )  # fmt: skip
         self._managed = managed
+        if self._loss_scale is None and any(p.dtype == "float16" for p in managed):
+            self._loss_scale = LossScale()
         self._unmanaged = [p for p in self.model.parameters() if id(p) in group_of and id(p) not in block_of]
 
     def _rebuild(self) -> None:
         """Make the engine anew around the parameter groups as they are now; state and gradients are kept."""
         engine = self.engine
         engine.synchronize()
+        self.learn_loss_scale()
         engine.collector.give_back()
         kept = checkpoint.snapshot(engine)
         self._log.steps_before += engine.sequence
@@ -226,12 +234,15 @@ class OffloadAdamW(torch.optim.Optimizer):
         finally:
             self._sync = before
 
-    def _collects(self, p: ManagedParam) -> bool:
-        """Whether the gradient that just arrived is taken now, or stays in `p.grad` until a later one or `step()`."""
+    def _collects(self, p: ManagedParam) -> bool | None:
+        """Whether the gradient that just arrived is taken now, and by the last backward (True) or an earlier one
+        (False); None leaves it in `p.grad` until a later one or `step()` takes it."""
         # Counted under no_sync too, so that both hints may be given at once.
         fired = self._fired[p.index] = self._fired.get(p.index, 0) + 1
-        if not self._sync or not accelerate_syncs() or fired < self._accumulation or p.index in self._late:
-            return False
+        if p.index in self._late:
+            return None
+        if not self._sync or not accelerate_syncs() or fired < self._accumulation:
+            return False if self.plan.accumulate_on == "cpu" else None
         self._taken[p.index] = self._taken.get(p.index, 0) + 1
         return True
 
@@ -241,7 +252,28 @@ class OffloadAdamW(torch.optim.Optimizer):
             Hyper(float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]))
             for g in self.param_groups
         ]
-        return StepArguments(hyper, self.max_grad_norm)
+        unscale = 1.0 / self._loss_scale.scale if self._scaled and self._loss_scale is not None else 1.0
+        return StepArguments(hyper, self.max_grad_norm, unscale)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call `backward()` on where weights are float16: `opt.scale_loss(loss).backward()`.
+
+        Multiplies by a power of two that follows the gradients' range (LossScale), for every micro-batch of a step
+        alike; the norm, the clipping and the update are those of the unscaled loss. Returns `loss` itself where no
+        trained weight is float16.
+        """
+        if self._loss_scale is None:
+            return loss
+        self.learn_loss_scale()
+        self._scaled = True
+        return loss * self._loss_scale.scale
+
+    def learn_loss_scale(self) -> None:
+        """Wait for the verdict of the last step, if its loss was scaled, and let the scale follow it."""
+        if self._unlearned and self._loss_scale is not None:
+            skipped = self.engine.worker.wait_verdict(self.engine.sequence)[3]
+            self._loss_scale.update(overflow=skipped)
+            self._unlearned = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those already taken, unless `step()` has consumed them."""
@@ -249,6 +281,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._engine.discard()
         self._fired.clear()
         self._taken.clear()
+        self._scaled = False
         super().zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
@@ -272,8 +305,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._late = again | {i for i, n in self._taken.items() if n > 1}
         self._fired.clear()
         self._taken.clear()
-        if self.engine.step(self._arguments()) and not self.state:
-            self._show_steps()
+        if self.engine.step(self._arguments()):
+            self._unlearned, self._scaled = self._scaled, False
+            if not self.state:
+                self._show_steps()
         return loss
 
     def synchronize(self) -> None:
@@ -285,24 +320,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     @property
     def stats(self) -> Stats:
         """Verdict and norm of the last step (waits for that verdict, not for the update), and memory in use."""
-        engine = self.engine
-        sequence, norm, coefficient, skipped, skips = engine.worker.wait_verdict(engine.sequence)
-        verdict = verdict_word(skipped=skipped, coefficient=coefficient) if sequence else "none"
-        cpu = sum(b.layout.params for b in engine.arenas.cpu_buckets)
-        host = engine.arenas.host
-        return Stats(
-            step=self._log.steps_before + sequence,
-            verdict=verdict,
-            grad_norm=norm if sequence else None,
-            clip_coefficient=coefficient,
-            skipped=self._skips_before + skips,
-            speculated=sum(1 for r in self.ledger if r.speculated),
-            undone=sum(1 for r in self._log.records if r.undone),
-            cpu_params=cpu,
-            gpu_params=sum(b.layout.params for b in engine.arenas.buckets) - cpu,
-            pinned_bytes=host.pinned_bytes,
-            host_bytes=host.pinned_bytes + host.pageable_bytes,
-        )
+        return report.stats(self)
 
     @property
     def ledger(self) -> tuple[StepRecord, ...]:
@@ -313,19 +331,7 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def memory(self) -> Ledger:
         """Bytes that the engine holds now."""
-        engine = self.engine
-        device = [b.weights.numel() * b.weights.element_size() for b in engine.arenas.buckets]
-        retained = [b for b in engine.arenas.buckets if b.retained]
-        state = sum((b.exp_avg.numel() * 2 + (b.master.numel() if b.master is not b.weights else 0)) * 4
-                    + b.grad.numel() * b.grad.element_size() for b in retained)  # fmt: skip
-        host = engine.arenas.host
-        return Ledger(items=(
-            LedgerItem("gpu", "weights", sum(device)),
-            LedgerItem("gpu", "retained buckets", state),
-            LedgerItem("gpu", "gradient ring and norm partials", engine.collector.device_bytes),
-            LedgerItem("host", "master weights and moments", host.pageable_bytes),
-            LedgerItem("pinned", "gradients and weights in transit", host.pinned_bytes),
-        ))  # fmt: skip
+        return report.memory(self.engine)
 
     def trace(self, *, tokens_per_step: int | None = None, model_flops_per_step: float | None = None,
               peak_bf16_tflops: float = 0.0, hardware: str = "this machine") -> Trace:  # fmt: skip
@@ -338,29 +344,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         Raises:
             InputError: recording is off, or fewer than two steps have run.
         """
-        engine = self.engine
-        if not self._record_trace:
-            raise InputError("no trace was recorded", remedy="Make the optimizer with record_trace=True")
-        events, stalls, step_s, window_s = engine.trace_parts()
-        if not events:
-            raise InputError("a trace needs two steps", expected="at least two calls of step()")
-        tokens = self.plan.tokens_per_step if tokens_per_step is None else tokens_per_step
-        params = sum(p.numel for p in self._managed)
-        return Trace(
-            source="measured",
-            step_s=step_s,
-            tokens_per_step=tokens,
-            model_flops_per_step=6.0 * params * tokens if model_flops_per_step is None else model_flops_per_step,
-            peak_bf16_tflops=peak_bf16_tflops,
-            hardware=hardware,
-            model=type(self.model).__name__,
-            plan=self.plan,
-            memory=self.memory(),
-            events=events,
-            stalls=stalls,
-            window_s=window_s,
-            context={"torch": torch.__version__, "device": str(engine.device.device), "isa": _active_isa()},
-        )
+        return report.trace(self, tokens_per_step, model_flops_per_step, peak_bf16_tflops, hardware)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -417,29 +401,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         raise NotSupported("an OffloadAdamW cannot be pickled or copied", remedy="Use state_dict() or save()")
 
     def __repr__(self) -> str:
-        if self._engine is None:
-            return "OffloadAdamW(closed)"
-        buckets = self._engine.arenas.buckets
-        retained = sum(b.retained for b in buckets)
-        params = sum(p.numel for p in self._managed)
-        where = f"{retained} of them retained on {self._engine.device.device}" if retained else "all on the CPU"
-        return (
-            f"OffloadAdamW({format_count(params)} parameters in {len(buckets)} buckets, {where}, "
-            f"{self.plan.adam_threads} Adam threads)"
-        )
+        return report.describe(self)
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{i.place}</td><td>{i.name}</td><td>{format_bytes(i.bytes)}</td></tr>"
-            for i in (self.memory().items if self._engine is not None else ())
-        )
-        return f"<b>{self!r}</b><table>{rows}</table>"
-
-
-def _active_isa() -> str:
-    from superoffload.kernels import capabilities
-
-    return str(capabilities()["active"])
+        return report.html(self)
 
 
 __all__ = ["OffloadAdamW", "Stats", "optimizer_of"]

@@ -6,9 +6,13 @@ are turned into seconds only when a trace is asked for.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
+import time
+from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from superoffload.engine.blocks import Block
 from superoffload.engine.device import Device
 from superoffload.engine.stalls import name_stalls
 from superoffload.tracing import Kind, Lane, Stall, TraceEvent
+from superoffload.units import format_seconds
 
 _WORKER_KINDS: dict[int, tuple[Lane, Kind]] = {
     0: ("validator", "verdict"),
@@ -28,6 +33,7 @@ _WORKER_KINDS: dict[int, tuple[Lane, Kind]] = {
     5: ("gpu", "cast"),
     6: ("cpu_adam", "undo"),
 }
+SHORTEST_COLLECTION_S = 2e-3
 KEEP_STEPS = 8
 """Steps that are kept; older marks are dropped, so that recording does not grow."""
 
@@ -45,6 +51,18 @@ class Recorder:
         self._backward: tuple[int, Any] | None = None
         self._entered: dict[int, Any] = {}
         self._recomputed: dict[int, tuple[Any, Any]] = {}
+        self._collections: deque[tuple[float, float]] = deque(maxlen=64)
+        """Begin and end of long garbage collections, on the clock of `time.perf_counter`."""
+        self._collecting = 0.0
+        if on:
+            gc.callbacks.append(self._on_collection)
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._collecting = now
+        elif now - self._collecting > SHORTEST_COLLECTION_S:
+            self._collections.append((self._collecting, now))
 
     def mark(self, device: Device, *, down: bool = False) -> Any:
         return device.now(down=down) if self.on else None
@@ -163,12 +181,27 @@ class Recorder:
         events = tuple(found)
         window = end - begin
         steps = self.steps_s()
-        return events, name_stalls(events, window), statistics.median(steps), window
+        stalls = [*name_stalls(events, window)]
+        for start, stop in self._collections:  # inside a span or between two: the GPU's lane does not show it
+            if start < end and stop > begin:
+                cause = f"Python's garbage collector stopped the host for {format_seconds(stop - start)}"
+                start = max(start, begin)
+                stalls.append(Stall("gpu", start - begin, min(stop, end) - start, "garbage collection", cause))
+        return events, tuple(sorted(stalls, key=lambda s: s.start_s)), statistics.median(steps), window
 
     def close(self) -> None:
+        if self._on_collection in gc.callbacks:
+            gc.callbacks.remove(self._on_collection)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """A range in torch.profiler, where one runs; else nothing, at the cost of one call."""
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return torch.profiler.record_function(f"superoffload: {name}")
+    return nullcontext()
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:

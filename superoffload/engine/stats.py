@@ -84,6 +84,8 @@ class Stats:
     clip_coefficient: float
     skipped: int
     """Steps skipped so far."""
+    loss_scale: float
+    """What `scale_loss` multiplies by; 1 where no trained weight is float16."""
     speculated: int
     """Steps, of those in the optimizer's ledger, in which Adam ran before the verdict."""
     undone: int

@@ -31,7 +31,7 @@ from superoffload.engine.device import device_for
 from superoffload.engine.gradients import GradientCollector, collect_hook
 from superoffload.engine.hooks import BlockHook, SyncHook
 from superoffload.engine.interrupts import uninterrupted
-from superoffload.engine.recorder import KEEP_STEPS, Recorder
+from superoffload.engine.recorder import KEEP_STEPS, Recorder, profiled
 from superoffload.engine.retained import RetainedUpdate
 from superoffload.engine.speculation import Gate, Speculation
 from superoffload.engine.stats import StepLog
@@ -49,7 +49,8 @@ class Engine:
     Args:
         model: hooks are set on its blocks.
         params: what is trained, in the model's order. layouts: their buckets (`buckets.plan_layout`).
-        collects: asked in every gradient hook whether this backward is the last one before the step.
+        collects: asked in every gradient hook whether the gradient is taken now, and if so whether by the last backward
+            before the step; None leaves it in `p.grad`.
         arguments: what a step would be taken with now; asked at the first gradient of a step that may speculate.
         log: what finished steps did; outlives the engine.
     """
@@ -63,7 +64,7 @@ class Engine:
         plan: Plan,
         *,
         trace: bool,
-        collects: Callable[[ManagedParam], bool],
+        collects: Callable[[ManagedParam], bool | None],
         arguments: Callable[[], StepArguments],
         log: StepLog,
     ):
@@ -99,6 +100,7 @@ class Engine:
         if self.device.is_cuda:
             self._host_partials = self.arenas.host.zeros(self.arenas.partial_count, torch.float64, pinned=True)
             self._device_ticket = torch.zeros(1, dtype=torch.int64, device=self.device.device)
+        self._summed = self.device.new_event()
         life.tensors += [self.steps, self._groups, *self._active, self._ticket, self._host_partials]
         self._arguments = weakref.WeakMethod(arguments)
         self._reads, self._read_buckets, self._readers = self._who_reads_what()
@@ -143,7 +145,7 @@ class Engine:
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
-    def _install(self, model: nn.Module, collects: Callable[[ManagedParam], bool], handles: list[Any]) -> None:
+    def _install(self, model: nn.Module, collects: Callable[[ManagedParam], bool | None], handles: list[Any]) -> None:
         # The hooks hold the engine weakly: a model must not keep alive an optimizer that everybody else has dropped.
         this, wanted = weakref.ref(self), weakref.WeakMethod(collects)
 
@@ -153,8 +155,9 @@ class Engine:
 
         def take(p: ManagedParam) -> None:
             engine, collects = this(), wanted()
-            if engine is not None and collects is not None and collects(p):
-                engine.take(p)
+            last = collects(p) if engine is not None and collects is not None else None
+            if engine is not None and last is not None:
+                engine.take(p, last)
 
         untraced: Callable[[int], None] = torch.compiler.disable(ready)  # a host wait cannot be traced
 
@@ -173,8 +176,8 @@ class Engine:
             handles.append(module.register_load_state_dict_pre_hook(SyncHook(synchronize)))
         self.recorder.watch(self.blocks)
 
-    def take(self, p: ManagedParam) -> None:
-        """Gradient hook of the last backward before the step."""
+    def take(self, p: ManagedParam, last: bool) -> None:
+        """Gradient hook of a backward whose gradients are taken at once; `last`: the step comes after it."""
         if p.block not in self._entered:
             # Its weights were used without its block's forward (a fused loss on `head.weight`, say), so nothing waited
             # for them. Until a block has been seen to be entered, `step()` itself waits for it.
@@ -186,16 +189,16 @@ class Engine:
                 )
             self._unentered.add(p.block)
         self._with_gradient.add(p.block)
-        if not self.collector.collected:
+        self._after_verdict()
+        if last and not self.collector.final_begun:
             self._begin()
-        elif p.index in self.collector.collected:
+        elif self.collector.is_final(p):
             self._again(p)
-        for state in self.collector.take(p):
+        for state in self.collector.take(p, last=last):
             self._arrive(state)
 
     def _begin(self) -> None:
-        """The first gradient of a step."""
-        self._after_verdict()
+        """The first gradient of the last backward before a step."""
         arguments = self._arguments()
         # The first step shows how often each gradient fires: a weight that is used twice is not complete at once.
         if arguments is not None and self.sequence and self.gate.open and self._order:
@@ -227,7 +230,9 @@ class Engine:
             return
         with uninterrupted():
             edited = set(self.weights.edited())
-            for state in self.speculation.cancel():
+            with profiled("take back speculation"):
+                sent_again = self.speculation.cancel()
+            for state in sent_again:
                 for event in state.done:
                     self.device.compute_waits(event)
                 params = self._params_of[state.index]
@@ -273,7 +278,8 @@ class Engine:
                 self.device.compute_waits(self._retained.done)
                 continue
             begin = time.perf_counter()
-            self.worker.wait_bucket(state)
+            with profiled(f"wait for bucket {index}"):
+                self.worker.wait_bucket(state)
             self._waited_s += time.perf_counter() - begin
             for event in state.done:  # both: the last step may have been skipped, and then the one before counts
                 self.device.compute_waits(event)
@@ -306,7 +312,7 @@ class Engine:
 
         The call does not wait for the update: the next forward does, block by block.
         """
-        with self.device.guard():
+        with self.device.guard(), profiled("step"):
             return self._step(arguments)
 
     def _step(self, arguments: StepArguments) -> bool:
@@ -315,7 +321,7 @@ class Engine:
         for p in self.params:  # what no hook took: under no_sync, or set by hand
             if p.param.grad is not None:
                 self._after_verdict()
-                if p.index in self.collector.collected:
+                if self.collector.is_final(p):
                     self._again(p)
                 self.collector.take(p)
         if not self.collector.collected:
@@ -350,6 +356,9 @@ class Engine:
                 self._device_ticket.fill_(self._ticket_value)
                 self._ticket.copy_(self._device_ticket, non_blocking=True)
             self.device.up_waits_for_compute()
+            if self.collector.sums_on_download:  # the verdict on the device reads them on the compute stream
+                self.device.record_down(self._summed)
+                self.device.compute_waits(self._summed)
         step = self._describe(sequence, arguments)
         step.ticket = self._ticket.data_ptr() if self.device.is_cuda else 0
         step.ticket_value, step.active, step.order = self._ticket_value, active.data_ptr(), self._order
@@ -361,7 +370,7 @@ class Engine:
         self._unsettled = True
         self._retained.update(arguments, active.tolist(), counts, lambda: self.worker.wait_verdict(self.sequence))
         self.weights.bump([p for p in self.params if active[p.index]])
-        self.collector.collected.clear()
+        self.collector.consumed()
 
     def _describe(self, sequence: int, arguments: StepArguments) -> Any:
         """A step as the worker wants it, but for what is only known once it is submitted."""

@@ -25,7 +25,7 @@ class WorkerFace:
     """Calls of the worker that raise EngineError with the worker's own words."""
 
     def __init__(self, threads: int, arenas: Arenas, device: Device, *, trace: bool):
-        self._native = native.Worker(threads, device.cuda_api)
+        self._native = native.Worker(threads, device.cuda_api, list(arenas.host.placement.cores))
         self._native.set_buckets(arenas.describe(device))
         self._native.trace(trace)
         self.take_spans = self._native.take_spans

@@ -7,10 +7,11 @@ the numpy fall-back give the same bits.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +31,7 @@ __all__ = [
     "DTYPE_CODES",
     "adam_scalars",
     "adam_step",
+    "bind_cores",
     "capabilities",
     "cast",
     "combine_partials",
@@ -57,7 +59,27 @@ def capabilities() -> dict[str, Any]:
 
 def available_cores() -> int:
     """Cores this process may run on (affinity, not the machine's total)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(available_core_list())
+
+
+def bind_cores(cores: Sequence[int] | None) -> None:
+    """From now on run the kernels' own threads on these cores and no others; None leaves them to the system. The
+    calling thread works too and stays where it is. Meant to be called once: each change starts new threads. An engine's
+    threads are its own and placed by it.
+
+    Raises:
+        InputError: the process may not use any of these cores.
+    """
+    chosen = [] if cores is None else sorted(set(cores))
+    if cores is not None and not chosen:
+        raise InputError("no cores", expected="at least one, or None")
+    if code := native.bind_cores(chosen):
+        raise InputError(f"cores {chosen}: {os.strerror(code)}", expected=f"some of {available_core_list()}")
+
+
+def available_core_list() -> list[int]:
+    """The cores this process may run on, ascending."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 @contextmanager
@@ -89,16 +111,24 @@ def _notice_fallback() -> None:
         )
 
 
+@functools.lru_cache(maxsize=64)
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _describe(x: Any, name: str, dtypes: tuple[str, ...], *, writable: bool) -> tuple[int, str, int]:
     """Address, dtype name and length of an array, or InputError with the remedy."""
-    dtype = str(getattr(x, "dtype", type(x).__name__)).removeprefix("torch.")
-    wanted = " or ".join(dtypes)
+    dtype = _dtype_name(getattr(x, "dtype", None) or type(x).__name__)
     if dtype not in dtypes:
-        raise InputError(f"{name} has dtype {dtype}", expected=wanted, remedy=f"Convert it first; {name} is not copied")
+        raise InputError(
+            f"{name} has dtype {dtype}",
+            expected=" or ".join(dtypes),
+            remedy=f"Convert it first; {name} is not copied",
+        )
     if len(x.shape) != 1:
         raise InputError(f"{name} has shape {tuple(x.shape)}", expected="one dimension", remedy="Pass a flat view")
     if hasattr(x, "data_ptr"):
-        if x.device.type != "cpu":
+        if not x.is_cpu:
             raise InputError(f"{name} is on {x.device}", expected="the CPU", remedy="Copy it to the CPU first")
         contiguous, address, length = x.is_contiguous(), x.data_ptr(), x.numel()
         if writable and x.requires_grad:

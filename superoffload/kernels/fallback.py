@@ -5,6 +5,7 @@ has no thread.
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import time
 from collections.abc import Callable
@@ -46,10 +47,37 @@ from superoffload.kernels.reference import (
 UNDO_ESCAPE_BYTES = 16
 
 __all__ = [
-    "COMBINE_LANES", "NORM_CHUNK", "NORM_LANES", "UNDO_ESCAPES", "UNDO_ESCAPE_BYTES", "UNDO_TILE", "BucketDesc",
-    "CudaApi", "StepDesc", "Worker", "active_isa", "adam_record", "adam_record_split", "adam_scalars", "adam_step",
-    "adam_step_split", "adam_stream", "adam_undo", "adam_undo_split", "any_sign", "cast", "combine_partials",
-    "force_isa", "isas", "join", "norm_partials", "split", "split_failures",
+    "COMBINE_LANES",
+    "NORM_CHUNK",
+    "NORM_LANES",
+    "UNDO_ESCAPES",
+    "UNDO_ESCAPE_BYTES",
+    "UNDO_TILE",
+    "BucketDesc",
+    "CudaApi",
+    "StepDesc",
+    "Worker",
+    "active_isa",
+    "adam_record",
+    "adam_record_split",
+    "adam_scalars",
+    "adam_step",
+    "adam_step_split",
+    "adam_stream",
+    "adam_undo",
+    "adam_undo_split",
+    "any_sign",
+    "bind_cores",
+    "bind_memory",
+    "cast",
+    "combine_partials",
+    "first_touch",
+    "force_isa",
+    "isas",
+    "join",
+    "norm_partials",
+    "split",
+    "split_failures",
 ]  # fmt: skip
 
 
@@ -66,6 +94,22 @@ class CudaApi:
     launch_kernel: int = 0
     cast_bf16: int = 0
     cast_f16: int = 0
+
+
+def bind_cores(cores: list[int]) -> int:
+    """No threads, nothing to bind."""
+    return 0
+
+
+def bind_memory(address: int, size: int, node: int) -> int:
+    """Memory is not placed without the compiled module."""
+    return errno.ENOSYS
+
+
+def first_touch(address: int, size: int, threads: int, cores: list[int]) -> int:
+    """Zero fresh pages; the fall-back has no threads to place."""
+    ctypes.memset(address, 0, size)
+    return 0
 
 
 @dataclass
@@ -123,7 +167,7 @@ class StepDesc:
 class Worker:
     """The compiled worker's interface, without a thread: a step runs inside `submit`."""
 
-    def __init__(self, threads: int, cuda: CudaApi):
+    def __init__(self, threads: int, cuda: CudaApi, cores: list[int] | None = None):
         self.threads = threads
         self._cuda, self._buckets = cuda, list[BucketDesc]()
         self._verdict: tuple[int, float, float, bool, int] = (0, 0.0, 1.0, False, 0)

@@ -20,6 +20,7 @@ COMBINE_LANES: tl.constexpr = tl.constexpr(1024)
 
 _BLOCK = 1024
 _CHUNKS_PER_PROGRAM = 4
+_ROWS_AT_ONCE = 16
 
 
 @triton.jit
@@ -54,7 +55,8 @@ def _halve(x, ROWS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, start_ptr, count_ptr, index_ptr, out_ptr, chunks, CHUNK: tl.constexpr, PER: tl.constexpr
+    x_ptr, start_ptr, count_ptr, index_ptr, out_ptr, chunks,
+    CHUNK: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     c = tl.program_id(0) * PER + tl.arange(0, PER)
     live = c < chunks
@@ -62,11 +64,12 @@ def _norm_kernel(
     count = tl.load(count_ptr + c, mask=live, other=0)
     lane = tl.arange(0, 64)
     acc = tl.zeros((PER, 64), dtype=tl.float64)
-    for row in range(CHUNK // 64):
-        i = row * 64 + lane
-        mask = i[None, :] < count[:, None]
-        x = tl.load(x_ptr + start[:, None] + i[None, :], mask=mask, other=0.0).to(tl.float32).to(tl.float64)
-        acc += x * x
+    for first in range(0, CHUNK // 64, ROWS):
+        for k in tl.static_range(ROWS):  # unrolled: the loads of all rows are under way before the first is added
+            i = (first + k) * 64 + lane
+            mask = i[None, :] < count[:, None]
+            x = tl.load(x_ptr + start[:, None] + i[None, :], mask=mask, other=0.0).to(tl.float32).to(tl.float64)
+            acc += x * x
     acc = _halve(acc, PER, 64)
     acc = _halve(acc, PER, 32)
     acc = _halve(acc, PER, 16)
@@ -136,7 +139,7 @@ def norm_partials(x: torch.Tensor, table: ChunkTable, out: torch.Tensor) -> None
     if table.length:
         _norm_kernel[(triton.cdiv(table.length, _CHUNKS_PER_PROGRAM),)](
             x, table.start, table.count, table.index, out, table.length,
-            CHUNK=NORM_CHUNK, PER=_CHUNKS_PER_PROGRAM, num_warps=4, enable_fp_fusion=False,
+            CHUNK=NORM_CHUNK, PER=_CHUNKS_PER_PROGRAM, ROWS=_ROWS_AT_ONCE, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 

@@ -1,0 +1,103 @@
+"""Gradients of several micro-batches, held on the GPU or on the CPU: the same bits, and torch's."""
+
+import warnings
+
+import pytest
+import torch
+
+from superoffload.engine import OffloadAdamW
+from tests.engine.common import batches, digest, llama, run_plan, train
+
+DATA = batches(12)
+PLANS = {
+    "one bucket": dict(bucket_mb=64),
+    "many buckets": dict(bucket_mb=0.05),
+    "half retained": dict(bucket_mb=0.05, retained_buckets=9),
+    "all retained": dict(bucket_mb=64, retained_buckets=1),
+    "casts on the GPU": dict(bucket_mb=0.1, cast_down="gpu", cast_up="gpu", retained_buckets=2),
+    "speculating": dict(bucket_mb=0.05, speculate="on"),
+    "slow worker": dict(bucket_mb=0.05, delay_us=500, speculate="on"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hint", [True, False])
+def test_where_gradients_wait_changes_no_bit(dtype, hint):
+    reference = run_plan(dtype, DATA, accumulation=3, bucket_mb=64)
+    for name, plan in PLANS.items():
+        if name == "all retained" and dtype == torch.float32:
+            plan = {**plan, "retained_buckets": 1}
+        got = run_plan(dtype, DATA, accumulation=3, accumulate_on="cpu", hint=hint, **plan)
+        assert got == reference, name
+
+
+def test_a_fixed_count_is_a_hint_too():
+    reference = run_plan(torch.bfloat16, DATA, accumulation=3, bucket_mb=0.05)
+    for where in ("gpu", "cpu"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got = run_plan(
+                torch.bfloat16, DATA, accumulation=3, hint=True, accumulate_on=where, bucket_mb=0.05,
+                gradient_accumulation_steps=3, speculate="on",
+            )  # fmt: skip
+        assert got == reference, where
+
+
+def test_only_the_last_micro_batch_speculates():
+    model = llama(torch.bfloat16)
+    with OffloadAdamW(model, bucket_mb=0.05, speculate="on", accumulate_on="cpu", gradient_accumulation_steps=2) as opt:
+        for i in range(0, 8, 2):
+            for x in DATA[i : i + 2]:
+                model(input_ids=x, labels=x).loss.backward()
+                assert all(p.grad is None for p in model.parameters()), "held on the CPU, not in p.grad"
+                if x is DATA[i]:
+                    assert not opt.engine.speculation.open
+            opt.step()
+        opt.synchronize()
+        opt.engine.worker.wait_idle()
+        assert all(r.speculated for r in opt.ledger[1:])
+
+
+def test_a_parameter_without_a_gradient_in_the_last_micro_batch(monkeypatch):
+    """Its partial sums are missing until step() notices."""
+
+    def run(where, **plan):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({n: torch.nn.Linear(300, 300) for n in ("a", "b", "c")})
+        x = torch.randn(8, 300, generator=torch.Generator().manual_seed(1))
+        norms = []
+        with OffloadAdamW(
+            model, max_grad_norm=0.1, gradient_accumulation_steps=2, accumulate_on=where, bucket_mb=0.2, **plan
+        ) as opt:
+            for names in (("abc", "abc"), ("ab", "ac"), ("abc", "c"), ("b", "b")):
+                for used in names:
+                    sum(model[n](x).square().mean() for n in used).backward()
+                opt.step()
+                opt.zero_grad()
+                norms.append(opt.stats.grad_norm)
+            return digest(model, opt), norms
+
+    reference = run("gpu", speculate="off")
+    for plan in ({}, {"retained_buckets": 1}, {"speculate": "on"}, {"cast_down": "gpu"}):
+        assert run("cpu", **plan) == reference, plan
+
+
+def test_zero_grad_forgets_what_the_cpu_holds():
+    model = llama(torch.bfloat16)
+    with OffloadAdamW(model, lr=1e-3, bucket_mb=0.05, accumulate_on="cpu", gradient_accumulation_steps=2) as opt:
+        model(input_ids=DATA[0], labels=DATA[0]).loss.backward()
+        opt.zero_grad()
+        losses = train(model, opt, DATA[:4], accumulation=2, hint=False)
+        found = digest(model, opt)
+    other = llama(torch.bfloat16)
+    with OffloadAdamW(other, lr=1e-3, bucket_mb=0.05, gradient_accumulation_steps=2) as opt:
+        assert train(other, opt, DATA[:4], accumulation=2, hint=False) == losses
+        assert digest(other, opt) == found
+
+
+def test_memory_on_the_device_does_not_grow_with_what_is_held():
+    model = llama(torch.bfloat16)
+    with OffloadAdamW(model, bucket_mb=0.05, accumulate_on="cpu", gradient_accumulation_steps=2) as opt:
+        before = opt.memory()
+        train(model, opt, DATA[:8], accumulation=2, hint=False)
+        assert opt.memory() == before

@@ -1,0 +1,94 @@
+"""What a measured trace shows of speculation, and what it costs when nobody asks."""
+
+import gc
+
+import pytest
+import torch
+
+from superoffload.engine import OffloadAdamW
+from tests.engine.common import batches, llama
+
+DATA = batches(5)
+
+
+def train(opt, model, factors, *, before=None):
+    for x, factor in zip(DATA, factors, strict=False):
+        loss = model(input_ids=x, labels=x).loss
+        (loss * factor).backward()
+        if before is not None:
+            before()
+        opt.step()
+        opt.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def norms() -> list[float]:
+    """Gradient norms of the first steps, without clipping."""
+    model = llama(torch.bfloat16, layers=6)
+    with OffloadAdamW(model, lr=1e-3) as opt:
+        train(opt, model, [1.0] * 4)
+        opt.synchronize()
+        opt.engine.worker.wait_idle()
+        return [r.grad_norm for r in opt.ledger]
+
+
+def test_speculative_adam_lies_under_backward(norms):
+    model = llama(torch.bfloat16, layers=6)
+    with OffloadAdamW(
+        model, bucket_mb=0.05, speculate="on", max_grad_norm=2 * max(norms), record_trace=True, retained_buckets=2
+    ) as opt:
+        train(opt, model, [1.0] * 4)
+        trace = opt.trace()
+    backward_ends = max(e.end_s for e in trace.events if e.kind == "backward")
+    adam = [e for e in trace.events if e.kind == "adam" and e.step == trace.events[-1].step]
+    assert any(e.end_s < backward_ends for e in adam), "no bucket was updated before backward had ended"
+    uploads = [e for e in trace.events if e.kind == "copy_up"]
+    assert any(e.end_s < backward_ends for e in uploads)
+    assert not [e for e in trace.events if e.kind == "undo"]
+
+
+def test_a_clipped_step_shows_what_was_undone(norms):
+    """The bound lies just under the norms, so clipping is certain only when nearly all buckets have been updated. A
+    trace's window is the last step's forward and backward: it shows the verdict of the step before."""
+    model = llama(torch.bfloat16, layers=6)
+    bound = 0.99 * min(norms)
+    with OffloadAdamW(model, lr=1e-3, bucket_mb=0.05, speculate="on", max_grad_norm=bound, record_trace=True) as opt:
+        train(opt, model, [1.0] * 4)
+        trace, ledger = opt.trace(), opt.ledger
+    assert [r.verdict for r in ledger] == ["clip"] * 4
+    assert all(r.undone and r.undo_s > 0 for r in ledger[1:])
+    assert {e.lane for e in trace.events if e.kind == "undo"} == {"cpu_adam"}
+
+
+def test_a_garbage_collection_is_named():
+    model = llama(torch.bfloat16)
+    with OffloadAdamW(model, record_trace=True) as opt:
+        kept = [[[]] for _ in range(300_000)]  # enough to walk for a few milliseconds
+        train(opt, model, [1.0] * 3, before=gc.collect)
+        stalls = opt.trace().stalls
+        del kept
+    assert any(s.waits_for == "garbage collection" and "stopped the host" in s.cause for s in stalls)
+
+
+def test_nothing_is_watched_without_a_trace_or_after_it():
+    before = list(gc.callbacks)
+    model = llama(torch.bfloat16)
+    with OffloadAdamW(model) as opt:
+        train(opt, model, [1.0] * 2)
+        assert gc.callbacks == before
+        assert not opt.engine.worker.take_spans()
+    with OffloadAdamW(model, record_trace=True):
+        assert len(gc.callbacks) == len(before) + 1
+    assert gc.callbacks == before
+
+
+def test_the_engine_shows_in_torch_profiler():
+    model = llama(torch.bfloat16)
+    with OffloadAdamW(model, bucket_mb=0.05) as opt:
+        train(opt, model, [1.0])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            train(opt, model, [1.0] * 2)
+    names = {e.key for e in profile.key_averages()}
+    assert "superoffload: step" in names
+    assert any(n.startswith("superoffload: send bucket") for n in names)
+    assert any(n.startswith("superoffload: wait for bucket") for n in names)
