@@ -213,8 +213,9 @@ bool Worker::has_work() const {
 // One thing at a time, the most urgent first, so that a verdict never waits for more than one bucket.
 void Worker::advance() {
   if (abandon_.load(std::memory_order_relaxed)) {
-    if (submitted_) throw std::runtime_error("closed while a step was in flight");
-    return;
+    if (!submitted_) return;
+    roll_back();  // no verdict will come: the weights stay those of the last step
+    throw std::runtime_error("closed while a step was in flight");
   }
   look_at_tickets();
   if (submitted_ && seen(submitted_->ticket, submitted_->ticket_value)) {

@@ -24,7 +24,7 @@ class Hyper(NamedTuple):
     weight_decay: float
 
 
-class StepArguments(NamedTuple):
+class StepSettings(NamedTuple):
     """What a step is taken with, besides the gradients."""
 
     hyper: list[Hyper]

@@ -35,6 +35,8 @@ class Block:
     parameters: tuple[tuple[str, nn.Parameter], ...]
     """Trainable parameters in order of definition, by their name in ``model.named_parameters()``. A tied parameter
     belongs to the first block that uses it; frozen ones to none. May be empty (a head tied to the embedding)."""
+    shared: tuple[nn.Parameter, ...] = ()
+    """Trainable parameters of earlier blocks that this one uses too."""
 
     @property
     def numel(self) -> int:
@@ -91,13 +93,16 @@ def _own(model: nn.Module, groups: Iterable[tuple[BlockKind, list[nn.Module]]], 
     result: list[Block] = []
     for kind, modules in groups:
         mine: dict[int, nn.Parameter] = {}
+        shared: dict[int, nn.Parameter] = {}
         for module in modules:
             contains_others = any(id(m) in inside and m is not module for m in module.modules())
-            found = _direct_parameters(module) if contains_others else module.parameters()
-            mine.update((id(p), p) for p in found if p.requires_grad and id(p) not in taken)
+            for p in _direct_parameters(module) if contains_others else module.parameters():
+                if p.requires_grad:
+                    (shared if id(p) in taken else mine)[id(p)] = p
         taken.update(mine)
         parameters = tuple((canonical[k], mine[k]) for k in sorted(mine, key=order.__getitem__))
-        result.append(Block(names[id(modules[-1])] or type(modules[-1]).__name__, kind, tuple(modules), parameters))
+        name = names[id(modules[-1])] or type(modules[-1]).__name__
+        result.append(Block(name, kind, tuple(modules), parameters, tuple(shared.values())))
     return result
 
 

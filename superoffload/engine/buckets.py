@@ -137,7 +137,6 @@ class Arenas:
         self,
         params: Sequence[ManagedParam],
         layouts: Sequence[Bucket],
-        blocks: int,
         plan: Plan,
         device: Device,
         *,
@@ -154,10 +153,6 @@ class Arenas:
         self.partial_count = sum(p.chunks for p in params)
         self.capacity = max((b.numel for b in layouts), default=0)
         self.buckets = self._allocate(layouts, device, trace)
-        self.block_buckets: list[list[int]] = [[] for _ in range(blocks)]
-        for layout in layouts:
-            for block in layout.blocks:
-                self.block_buckets[block].append(layout.index)
 
     @property
     def cpu_buckets(self) -> list[BucketState]:

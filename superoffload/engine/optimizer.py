@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from superoffload.engine import checkpoint, report
-from superoffload.engine.arguments import Hyper, StepArguments, accelerate_syncs, check_hyper, resolve_plan
+from superoffload.engine.arguments import Hyper, StepSettings, accelerate_syncs, check_hyper, resolve_plan
 from superoffload.engine.blocks import find_blocks
 from superoffload.engine.buckets import DTYPES, ManagedParam, plan_layout
 from superoffload.engine.loss_scale import LossScale
@@ -57,7 +57,9 @@ class OffloadAdamW(torch.optim.Optimizer):
     A gradient that is not finite, in whatever dtype, makes the step a `skip`: nothing is changed and nothing counted.
 
     Weights may be written in place between steps (loaded, clamped) and the optimizer sees it, but not through `p.data`.
-    Before reading weights other than by a module's forward or `state_dict()`, call `synchronize()`.
+    Before reading weights other than by a module's forward or `state_dict()`, and before writing them other than by
+    `load_state_dict()`, call `synchronize()`: between the first gradient and the next forward the worker writes them
+    too. A write that raced with it raises at the next call.
 
     Raises:
         InputError: a parameter list instead of the model, a parameter that is not the model's, an unknown plan field.
@@ -244,14 +246,14 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._taken[p.index] = self._taken.get(p.index, 0) + 1
         return True
 
-    def _arguments(self) -> StepArguments:
+    def _arguments(self) -> StepSettings:
         """What a step would be taken with now."""
         hyper = [
             Hyper(float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]))
             for g in self.param_groups
         ]
         unscale = 1.0 / self._loss_scale.scale if self._scaled and self._loss_scale is not None else 1.0
-        return StepArguments(hyper, self.max_grad_norm, unscale)
+        return StepSettings(hyper, self.max_grad_norm, unscale)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `backward()` on where weights are float16: `opt.scale_loss(loss).backward()`.

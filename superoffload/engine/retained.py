@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from superoffload.engine.arguments import Hyper, StepArguments
+from superoffload.engine.arguments import Hyper, StepSettings
 from superoffload.engine.buckets import Arenas, BucketState
 from superoffload.engine.device import Device
 from superoffload.engine.recorder import Recorder
@@ -37,7 +37,7 @@ class RetainedUpdate:
 
     def update(
         self,
-        arguments: StepArguments,
+        arguments: StepSettings,
         active: Sequence[int],
         counts: Sequence[int],
         verdict: Callable[[], Verdict],

@@ -7,11 +7,12 @@ weights that a block would read are those of a step that is not yet one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from superoffload.engine.buckets import Arenas, BucketState
+from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
 from superoffload.engine.device import Device
 from superoffload.engine.stats import StepRecord
 from superoffload.engine.worker import WorkerFace
@@ -58,9 +59,9 @@ class Gate:
 class Speculation:
     """The step that has begun and is not submitted, as far as the worker has been told of it."""
 
-    def __init__(self, arenas: Arenas, device: Device, worker: WorkerFace, device_partials: torch.Tensor,
-                 host_partials: torch.Tensor):  # fmt: skip
-        self._arenas, self._device, self._worker = arenas, device, worker
+    def __init__(self, arenas: Arenas, device: Device, worker: WorkerFace, readers: Sequence[set[int]],
+                 device_partials: torch.Tensor, host_partials: torch.Tensor):  # fmt: skip
+        self._arenas, self._device, self._worker, self._readers = arenas, device, worker, readers
         self._device_partials, self._host_partials = device_partials, host_partials
         self.open = False
         self.arrived: list[BucketState] = []
@@ -95,7 +96,7 @@ class Speculation:
         backward had enqueued, and backward is done with weights whose gradient is complete.
         """
         self.arrived.append(state)
-        self._blocks.update(state.layout.blocks)
+        self._blocks |= self._readers[state.index]
         if not self._device.is_cuda:
             self._worker.arrive(state.index, 0, 0)
             return
@@ -108,6 +109,11 @@ class Speculation:
     def touches(self, block: int) -> bool:
         """Whether `block` might read weights of the step that is not yet one."""
         return block in self._blocks
+
+    def has(self, p: ManagedParam) -> bool:
+        """Whether `p` might hold weights of the step that is not yet one."""
+        mine = {index for index, _ in p.places}
+        return any(state.index in mine for state in self.arrived)
 
     def submitted(self) -> None:
         """`step()` has handed the step over: the verdict settles it."""

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from superoffload.engine.arguments import StepArguments
+from superoffload.engine.arguments import StepSettings
 from superoffload.engine.blocks import Block
 from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
 from superoffload.engine.device import device_for
@@ -65,7 +65,7 @@ class Engine:
         *,
         trace: bool,
         collects: Callable[[ManagedParam], bool | None],
-        arguments: Callable[[], StepArguments],
+        arguments: Callable[[], StepSettings],
         log: StepLog,
     ):
         devices = {p.param.device for p in params}
@@ -77,7 +77,7 @@ class Engine:
             )
         self.plan, self.blocks, self.params = plan, list(blocks), list(params)
         self.device = device_for(devices.pop())
-        self.arenas = Arenas(params, layouts, len(blocks), plan, self.device, trace=trace)
+        self.arenas = Arenas(params, layouts, plan, self.device, trace=trace)
         life = Lifeline(self.device, self.arenas)
         self.close = weakref.finalize(self, life.end)
         """Remove hooks, stop the worker, unpin memory. The parameters stay where they are, as ordinary tensors. Runs by
@@ -103,7 +103,8 @@ class Engine:
         self._summed = self.device.new_event()
         life.tensors += [self.steps, self._groups, *self._active, self._ticket, self._host_partials]
         self._arguments = weakref.WeakMethod(arguments)
-        self.speculation = Speculation(self.arenas, self.device, self.worker, self.collector.partials,
+        self._reads, self._read_buckets, self._readers = self._who_reads_what()
+        self.speculation = Speculation(self.arenas, self.device, self.worker, self._readers, self.collector.partials,
                                        self._host_partials)  # fmt: skip
         life.tensors += self.speculation.tensors
         self.gate = Gate(plan.speculate, clips=arguments().max_norm is not None)
@@ -118,13 +119,29 @@ class Engine:
         self._unentered: set[int] = set()
         self._unsettled = False
         self._worker_spans: list[tuple[int, int, int, int, int]] = []
-        self._by_block: list[list[ManagedParam]] = [[] for _ in self.blocks]
-        for p in self.params:
-            self._by_block[p.block].append(p)
+        self._seen = [0] * len(self.params)
+        """Parameter -> the step whose weights a forward has waited for."""
+        self._rejected: dict[str, None] = {}
+        """Parameters that somebody wrote while the worker did; told at the next call."""
         self._params_of = [[self.params[i] for i in {s.tensor: 0 for s in b.layout.segments}]
                            for b in self.arenas.buckets]  # fmt: skip
         """Parameters with a part in each bucket."""
         self._install(model, collects, life.handles)
+
+    def _who_reads_what(self) -> tuple[list[list[ManagedParam]], list[list[int]], list[set[int]]]:
+        """Block -> the parameters that its forward reads, a tied one too, and their buckets; bucket -> these blocks."""
+        managed = {id(p.param): p for p in self.params}
+        reads: list[list[ManagedParam]] = [[] for _ in self.blocks]
+        for p in self.params:
+            reads[p.block].append(p)
+        for mine, block in zip(reads, self.blocks, strict=True):
+            mine += [managed[id(q)] for q in block.shared if id(q) in managed]
+        buckets = [list(dict.fromkeys(index for p in mine for index, _ in p.places)) for mine in reads]
+        readers: list[set[int]] = [set() for _ in self.arenas.buckets]
+        for i, indices in enumerate(buckets):
+            for index in indices:
+                readers[index].add(i)
+        return reads, buckets, readers
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -176,7 +193,7 @@ class Engine:
         if last and not self.collector.final_begun:
             self._begin()
         elif self.collector.is_final(p):
-            self.cancel_speculation()  # a second backward: what was held is no longer this parameter's gradient
+            self._again(p)
         for state in self.collector.take(p, last=last):
             self._arrive(state)
 
@@ -193,16 +210,53 @@ class Engine:
             self.weights.bump(self._params_of[state.index])
             self.speculation.arrive(state)
 
+    def _again(self, p: ManagedParam) -> None:
+        """A second gradient of `p` since the last step: what is held is no longer the whole."""
+        if self.speculation.has(p):
+            # No forward has asked for the weights back. Where autograd kept a weight it raises by itself, but what was
+            # recomputed, or read in ways that autograd does not see, was read from weights of the next step.
+            p.param.grad = None
+            raise EngineError(
+                f"{p.name} got a second gradient before step(), from a forward that ran before the first backward",
+                expected="each backward right after its forward, or a word that more than one is coming",
+                remedy="Put every backward but the last inside `with opt.no_sync():`, or pass speculate='off'; "
+                "call zero_grad() to go on",
+            )
+        self.cancel_speculation()
+
     def cancel_speculation(self) -> None:
         """Take back what was speculated on gradients that are not yet a step's; they stay collected."""
-        with profiled("take back speculation"):
-            sent_again = self.speculation.cancel()
-        for state in sent_again:
-            for event in state.done:
-                self.device.compute_waits(event)
-            self.weights.bump(self._params_of[state.index])
-            for block in state.layout.blocks:
-                self._ready[block].clear()  # other streams have to wait for these uploads too
+        if not self.speculation.open:
+            return
+        with uninterrupted():
+            edited = set(self.weights.edited())
+            with profiled("take back speculation"):
+                sent_again = self.speculation.cancel()
+            for state in sent_again:
+                for event in state.done:
+                    self.device.compute_waits(event)
+                params = self._params_of[state.index]
+                self._reject(p for p in params if p in edited)
+                self.weights.bump(params)
+                for block in self._readers[state.index]:
+                    self._ready[block].clear()  # other streams have to wait for these uploads too
+
+    def _reject(self, edited: Iterable[ManagedParam]) -> None:
+        """An edit that raced with the worker: it was overwritten, or made to weights of the next step."""
+        for p in edited:
+            self.weights.restore(p)
+            self._rejected[p.name] = None
+
+    def _tell_rejected(self) -> None:
+        names = list(self._rejected)
+        self._rejected.clear()
+        if names:
+            raise EngineError(
+                f"{names[0]} {f'and {len(names) - 1} others were' if names[1:] else 'was'} written in place while "
+                "the optimizer was updating the weights, so that nobody knows what was read or is overwritten",
+                expected="weights to be written when no update runs",
+                remedy="Call opt.synchronize() before writing weights, or write them before backward",
+            )
 
     def ready(self, block: int) -> None:
         """Make the current stream safe to read `block`'s weights: called before its forward."""
@@ -212,12 +266,13 @@ class Engine:
             self.cancel_speculation()  # a forward before step(): it reads the weights of the last step
         self._entered.add(block)
         self._wait_block(block)
+        self._tell_rejected()
 
     def _wait_block(self, block: int) -> None:
         stream = self.device.stream_id()
         if self._ready[block].get(stream, 0) == self.sequence:
             return
-        for index in self.arenas.block_buckets[block]:
+        for index in self._read_buckets[block]:
             state = self.arenas.buckets[index]
             if state.retained:
                 self.device.compute_waits(self._retained.done)
@@ -228,7 +283,12 @@ class Engine:
             self._waited_s += time.perf_counter() - begin
             for event in state.done:  # both: the last step may have been skipped, and then the one before counts
                 self.device.compute_waits(event)
-        self.weights.bump(self._by_block[block])
+        # Once a step: a graph of another stream, or of another block with the same weight, stays as good as this one.
+        new = [p for p in self._reads[block] if self._seen[p.index] != self.sequence]
+        self._reject(p for p in new if self.weights.is_edited(p))
+        self.weights.bump(new)
+        for p in new:
+            self._seen[p.index] = self.sequence
         self._ready[block][stream] = self.sequence
 
     def _after_verdict(self) -> None:
@@ -247,7 +307,7 @@ class Engine:
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def step(self, arguments: StepArguments) -> bool:
+    def step(self, arguments: StepSettings) -> bool:
         """Submit one step over the gradients taken so far. Returns False when there were none.
 
         The call does not wait for the update: the next forward does, block by block.
@@ -255,19 +315,20 @@ class Engine:
         with self.device.guard(), profiled("step"):
             return self._step(arguments)
 
-    def _step(self, arguments: StepArguments) -> bool:
+    def _step(self, arguments: StepSettings) -> bool:
         self.recorder.end_backward()
         self.weights.check_storage()
         for p in self.params:  # what no hook took: under no_sync, or set by hand
             if p.param.grad is not None:
                 self._after_verdict()
                 if self.collector.is_final(p):
-                    self.cancel_speculation()
+                    self._again(p)
                 self.collector.take(p)
         if not self.collector.collected:
             return False
         self.collector.finish()
         self._adopt_edits()
+        self._tell_rejected()
         # A recorded step ends where its update begins, so that an update always lies in the step that it overlaps.
         self.recorder.end_step()
         with uninterrupted():
@@ -278,7 +339,7 @@ class Engine:
             self._keep_spans()
         return True
 
-    def _submit(self, arguments: StepArguments) -> None:
+    def _submit(self, arguments: StepSettings) -> None:
         sequence = self.sequence + 1
         # The worker reads this until the step's last bucket. The step before the last is done with the other one: its
         # successor has been judged.
@@ -311,7 +372,7 @@ class Engine:
         self.weights.bump([p for p in self.params if active[p.index]])
         self.collector.consumed()
 
-    def _describe(self, sequence: int, arguments: StepArguments) -> Any:
+    def _describe(self, sequence: int, arguments: StepSettings) -> Any:
         """A step as the worker wants it, but for what is only known once it is submitted."""
         d = native.StepDesc()
         d.sequence = sequence
@@ -341,7 +402,7 @@ class Engine:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Wait until every weight of the last step is where the model reads it."""
+        """Wait until every weight of the last step is where the model reads it, and its record in the log."""
         with self.device.guard():
             self.worker.wait_verdict(self.sequence)
             self.weights.check_storage()
@@ -350,18 +411,15 @@ class Engine:
             for block in range(len(self.blocks)):
                 self._wait_block(block)
             self.device.synchronize_compute()
+            self.worker.wait_idle()
+            self.collect_records()
+            self._tell_rejected()
 
     def _adopt_edits(self) -> None:
         """Weights that somebody has written in place are the ones to step from."""
-        edited = self.weights.edited()
-        if not edited:
-            return
-        if self.speculation.open:  # taking back would write over what was written
-            written = [p.param.detach().clone() for p in edited]
+        if self.weights.edited():
             self.cancel_speculation()
-            for p, value in zip(edited, written, strict=True):
-                p.param.detach().copy_(value)
-        for p in edited:
+        for p in self.weights.edited():
             self._wait_block(p.block)
             self.weights.adopt(p)
 
@@ -369,6 +427,7 @@ class Engine:
         """Forget every gradient since the last step, and what was speculated on them."""
         self.cancel_speculation()
         self.collector.discard()
+        self._tell_rejected()
 
     def _keep_spans(self) -> None:
         self._worker_spans += self.worker.take_spans()

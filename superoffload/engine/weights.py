@@ -30,7 +30,10 @@ class Weights:
 
         Edits are noticed by the parameter's version counter; one through `p.data` does not count there.
         """
-        return [p for p in self._arenas.params if p.param._version != self._versions[p.index]]
+        return [p for p in self._arenas.params if self.is_edited(p)]
+
+    def is_edited(self, p: ManagedParam) -> bool:
+        return p.param._version != self._versions[p.index]
 
     def adopt(self, p: ManagedParam) -> None:
         """Carry an edited weight (a loaded checkpoint, a clamp) into its fp32 master, as torch's AdamW would see it.
@@ -45,6 +48,13 @@ class Weights:
             if b.out is not None:
                 b.out[span].copy_(weights)
         self._versions[p.index] = p.param._version
+
+    def restore(self, p: ManagedParam) -> None:
+        """Make the weights those of the last update again."""
+        for index, s in p.places:
+            b = self._arenas.buckets[index]
+            span = slice(s.start, s.start + s.numel)
+            b.weights[span].copy_((b.master if b.out is None else b.out)[span])
 
     def check_storage(self) -> None:
         """The weights must still lie in the arena: elsewhere they would never see an update."""

@@ -1,0 +1,141 @@
+"""Weights written, the optimizer closed or dropped, Ctrl-C and failures while a step is speculated."""
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import threading
+
+import pytest
+import torch
+
+from superoffload.errors import EngineError
+from tests.engine.common import digest, train
+from tests.engine.scenario import DATA, equal, in_both_modes, make, run_ahead, small, weights
+
+
+@pytest.mark.parametrize("delay_us", [0, 2000])
+@pytest.mark.parametrize("edit", [lambda p: p.fill_(0.25), lambda p: p.mul_(0.5)])
+@pytest.mark.parametrize("next_call", ["step", "forward", "zero_grad", "synchronize", "state_dict"])
+def test_an_edit_that_races_with_the_update_raises(next_call, edit, delay_us):
+    """What it read were weights of the next step, or what it wrote is overwritten: neither must pass for an edit."""
+    model = small()
+    with make(model) as opt:
+        train(model, opt, DATA[:2])
+        opt.synchronize()
+        before = weights(model)
+        opt.engine.worker.set_delay_us(delay_us)
+        model(input_ids=DATA[2], labels=DATA[2]).loss.backward()
+        with torch.no_grad():
+            edit(model.model.layers[1].mlp.up_proj.weight)
+        call = {"forward": lambda: model(input_ids=DATA[3]), "state_dict": model.state_dict}
+        with pytest.raises(EngineError, match=r"up_proj.weight was written in place.*synchronize"):
+            call.get(next_call, getattr(opt, next_call, None))()
+        opt.zero_grad()
+        assert equal(before, weights(model)), "the edit is told to be lost, and it is"
+        train(model, opt, DATA[3:4])
+
+
+def test_an_edit_before_the_update_of_a_step_has_come_raises():
+    model = small()
+    with make(model, speculate="off") as opt:
+        opt.engine.worker.set_delay_us(2000)
+        train(model, opt, DATA[:2])
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.fill_(0.25)
+        with pytest.raises(EngineError, match=r"up_proj.weight was written in place"):
+            model(input_ids=DATA[2])
+        train(model, opt, DATA[2:3])
+
+
+def test_an_edit_after_synchronize_is_what_the_step_starts_from():
+    def scene(model, opt):
+        run_ahead(model, opt)
+        opt.synchronize()
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.mul_(0.5)
+        opt.step()
+        opt.zero_grad()
+        train(model, opt, DATA[2:4])
+
+    for dtype in (torch.float32, torch.bfloat16):
+        in_both_modes(scene, model=lambda dtype=dtype: small(dtype))
+
+
+@pytest.mark.parametrize("ending", ["close", "drop", "another"])
+@pytest.mark.parametrize("delay_us", [0, 2000])
+@pytest.mark.filterwarnings("ignore:the model already had")
+def test_the_end_between_backward_and_step(ending, delay_us):
+    """Also while the worker is still at it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = small(dtype)
+        opt = make(model, cast_up="cpu" if delay_us else "gpu")
+        train(model, opt, DATA[:3])
+        opt.synchronize()
+        before = weights(model)
+        opt.engine.worker.set_delay_us(delay_us)
+        model(input_ids=DATA[3], labels=DATA[3]).loss.backward()
+        if not delay_us:
+            opt.engine.worker.wait_idle()
+            assert not equal(before, weights(model))
+        if ending == "close":
+            opt.close()
+        elif ending == "another":
+            make(model).close()
+        del opt
+        gc.collect()
+        assert equal(before, weights(model))
+
+
+def test_ctrl_c_while_steps_are_speculated(request):
+    """SIGINT at random moments; zero_grad then is all it takes to stand at a step boundary."""
+    expected: dict[int, str] = {}
+    model = small()
+    with make(model, retained_buckets=3) as opt:
+        for i, x in enumerate(DATA):
+            train(model, opt, [x])
+            expected[i + 1] = digest(model, opt)
+    rng, interrupted, ahead = random.Random(1), 0, 0
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
+    for _ in range(25):
+        model = small()
+        with make(model, retained_buckets=3) as opt:
+            opt.engine.worker.set_delay_us(300)
+            timer = threading.Timer(rng.uniform(0.01, 0.12), os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            try:
+                train(model, opt, DATA)
+                timer.join()
+            except KeyboardInterrupt:
+                interrupted += 1
+            ahead += opt.engine.speculation.open
+            opt.zero_grad()
+            done = opt.stats.step
+            if done:
+                assert digest(model, opt) == expected[done]
+            train(model, opt, DATA[done:])
+            assert digest(model, opt) == expected[len(DATA)]
+    assert interrupted > 5 and ahead > 0
+
+
+def test_a_failure_while_speculating_surfaces_with_its_own_words(tmp_path):
+    model = small()
+    opt = make(model)
+    train(model, opt, DATA[:2])
+    opt.synchronize()
+    opt.engine._arguments = lambda: lambda: opt._arguments()._replace(hyper=[])
+    x = DATA[2]
+    loss = model(input_ids=x, labels=x).loss
+    with contextlib.suppress(EngineError):  # depends on how far backward has come by then
+        loss.backward()
+    with pytest.raises(EngineError, match=r"worker stopped: parameter .* in group 0"):
+        opt.engine.worker.wait_idle()
+    with pytest.raises(EngineError, match="worker stopped"):
+        opt.step()
+    with pytest.raises(EngineError, match="worker stopped"):
+        opt.save(tmp_path / "half.safetensors")
+    assert not list(tmp_path.iterdir())
+    with pytest.warns(RuntimeWarning, match="failure"):
+        opt.close()
