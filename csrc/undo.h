@@ -33,7 +33,7 @@ bool adam_record(float* p, float* m, float* v, const void* g, int grad_dtype, vo
 void adam_undo(float* p, float* m, float* v, const void* g, int grad_dtype, void* out, int out_dtype, std::size_t n,
                const AdamScalars& s, const UndoTile& record, const KernelTable& k = kernels());
 // Takes `old_step` back and takes `new_step` instead, in one pass over memory; a tile that was not stepped takes
-// `new_step` alone.
+// `new_step` alone. The two differ in nothing but the gradient's scale.
 void adam_undo_redo(float* p, float* m, float* v, const void* g, int grad_dtype, void* out, int out_dtype,
                     std::size_t n, const AdamScalars& old_step, const AdamScalars& new_step, const UndoTile& record,
                     const KernelTable& k = kernels());
