@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build, test and time on a GPU machine whose Python already has torch; wheels of what it lacks may lie in .whl/.
-# Usage: benchmarks/on_gpu.sh OUT_FOLDER [tests | step:TOKENS:MODES | adam[:PARAMS[:THREADS]] ...]
+# Usage: benchmarks/on_gpu.sh OUT_FOLDER [tests | sanitize | step:TOKENS:MODES | adam[:PARAMS[:THREADS]] ...]
 # (a + in MODES stands for a colon; adam's default is 128 million parameters on 1, 2, 4, 8 and 16 threads)
 set -u
 out=$1
@@ -34,6 +34,9 @@ for what in "$@"; do
       peer_tools
       python3 benchmarks/bench_adam.py --params "${params:-128000000}" --threads "${threads:-1,2,4,8,16}" --rounds 5 \
         --out "$out/adam.json" 2>&1 | tee "$out/adam.log" ;;
+    sanitize) # torch's own check of what Python shows it: streams, events, tensors
+      TORCH_CUDA_SANITIZER=1 timeout 200 python3 -m pytest tests/gpu/test_speculation_gpu.py tests/gpu/test_engine_gpu.py -q \
+        -k "changes_no_bit or late_verdict or accumulation or zero_grad" 2>&1 | tee "$out/sanitize.log" | tail -n 30 ;;
     *) echo "unknown: $what" >&2; exit 2 ;;
   esac
 done
