@@ -63,11 +63,11 @@ def run_mode(args: argparse.Namespace) -> dict[str, Any]:
     losses = []
     setup_peak = torch.cuda.max_memory_allocated() if cuda else 0
     for i in range(args.warmup + args.steps):
-        if i == args.warmup:
+        if i == args.warmup - 1:  # the last step that is not timed
             gc.collect()
             gc.freeze()  # as `superoffload train` does: a full collection stops the host for 0.3 s
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
+        if i == args.warmup and cuda:
+            torch.cuda.reset_peak_memory_stats()
         loss = mode.step(i)
         clock.mark()
         losses.append(loss.detach())
@@ -91,6 +91,7 @@ def run_mode(args: argparse.Namespace) -> dict[str, Any]:
         "mean_s": round(statistics.mean(times), 4), "min_s": round(min(times), 4), "max_s": round(max(times), 4),
         "tokens_per_s": round(args.tokens / median), "model_tflops": round(flops / median / 1e12, 1),
         "mfu": round(flops / median / 1e12 / PEAK_BF16_TFLOPS, 4),
+        "steps_s": [round(t, 4) for t in times],
         "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1) if cuda else 0.0,
         "setup_peak_gpu_gb": round(setup_peak / 1e9, 1), "first_loss": round(float(losses[0]), 4),
         "last_loss": round(float(losses[-1]), 4), **extra,

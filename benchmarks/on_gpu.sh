@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Build, test and time on a GPU machine whose Python already has torch; wheels of what it lacks may lie in .whl/.
 # Usage: benchmarks/on_gpu.sh OUT_FOLDER [tests | sanitize | step:TOKENS:MODES | adam[:PARAMS[:THREADS]] ...]
+# STEPS=N times N steps.
 # (a + in MODES stands for a colon; adam's default is 128 million parameters on 1, 2, 4, 8 and 16 threads)
 set -u
 out=$1
@@ -28,7 +29,7 @@ for what in "$@"; do
     tests) timeout 280 python3 -m pytest tests/gpu -q 2>&1 | tee "$out/tests.log" | tail -n 40 ;;
     step:*)
       IFS=: read -r _ tokens modes <<<"$what"
-      python3 benchmarks/bench_step.py --tokens "$tokens" --modes "${modes//+/:}" --trace "$out/traces" --out "$out/step_$tokens.json" ;;
+      python3 benchmarks/bench_step.py ${STEPS:+--steps "$STEPS"} --tokens "$tokens" --modes "${modes//+/:}" --trace "$out/traces" --out "$out/step_$tokens.json" ;;
     adam | adam:*)
       IFS=: read -r _ params threads <<<"$what"
       peer_tools
