@@ -91,7 +91,8 @@ class GradientCollector:
             last: whether this backward is the last before the step, as far as anyone knows.
 
         Returns:
-            The buckets that the last backward has filled with this gradient, whole and for the first time.
+            The buckets that the last backward has filled with this gradient, whole and for the first time. None of
+            their parameters is expected to get another gradient.
         """
         grad = p.param.grad
         if grad is None:
@@ -119,7 +120,9 @@ class GradientCollector:
                 with profiled(f"send bucket {index}"):
                     self._flush(state, last=last)
                 if last:
-                    if index not in self._sent:
+                    # What an earlier micro-batch left here may fill a bucket too early: more is to be added to it.
+                    final = all(s.tensor in self._final for s in state.layout.segments)
+                    if final and index not in self._sent:
                         filled.append(state)
                     self._sent.add(index)
         return filled

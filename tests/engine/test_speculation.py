@@ -76,16 +76,20 @@ FOUND: Counter[str] = Counter()
     threads=st.integers(1, 3),
     accumulation=st.sampled_from([1, 1, 2]),
     hint=st.sampled_from(["no_sync", "counter", "none"]),
+    on=st.sampled_from(["gpu", "cpu"]),
     delay_us=st.sampled_from([0, 0, 200, 1000]),
     sleeps=st.sampled_from([0, 1, 2]),
 )
-def any_pattern(name, kinds, speculate, bucket_mb, retained, down, up, threads, accumulation, hint, delay_us, sleeps):
+def any_pattern(
+    name, kinds, speculate, bucket_mb, retained, down, up, threads, accumulation, hint, on, delay_us, sleeps
+):
     with OffloadAdamW(MODELS[name](), bucket_mb=bucket_mb) as probe:
         count = len(probe.engine.arenas.buckets)
     steps = (KINDS["commit"], *(KINDS[k] for k in kinds), KINDS["commit"])
     run = same(
         name, steps, accumulation, hint=hint, delay_us=delay_us, sleeps=sleeps, speculate=speculate,
         bucket_mb=bucket_mb, retained_buckets=round(retained * count), cast_down=down, cast_up=up, adam_threads=threads,
+        accumulate_on=on,
     )  # fmt: skip
     for r in run.ledger:
         FOUND[r.verdict + (" undone" if r.undone else " kept" if r.speculated else " waited")] += 1

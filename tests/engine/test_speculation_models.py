@@ -164,6 +164,32 @@ def test_frozen_and_missing_and_strided_gradients():
     assert counts["layers.2.weight"] == 3 and counts["layers.0.weight"] == 4
 
 
+def test_a_bucket_that_an_earlier_micro_batch_has_half_filled():
+    """`first` gets a gradient without `second`, and waits on the CPU; in the last backward `second` comes first and
+    fills the bucket, but more is to be added to `first`."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    x = torch.randn(6, 2, 4, 16, generator=torch.Generator().manual_seed(0))
+    digests = []
+    for speculate, where in (("off", "gpu"), ("on", "gpu"), ("on", "cpu")):
+        torch.manual_seed(0)
+        model = Two()
+        with make(model, speculate=speculate, accumulate_on=where) as opt:
+            for a, b in x:
+                with opt.no_sync():
+                    model.first(a).square().mean().backward()
+                model.second(model.first(b)).square().mean().backward()
+                opt.engine.worker.wait_idle()
+                opt.step()
+                opt.zero_grad()
+            digests.append(digest(model, opt))
+    assert len(set(digests)) == 1
+
+
 def test_groups_and_a_schedule():
     """Rates change after every step; nothing needs taking back, since they are read at the first gradient."""
 
