@@ -48,6 +48,7 @@ class Recorder:
         self._spans: list[tuple[int, Lane, Kind, Any, Any, int, int, int]] = []
         self._bounds: list[Any] = []
         self._handles: list[Any] = []
+        self._worker_spans: list[tuple[int, int, int, int, int]] = []
         self._backward: tuple[int, Any] | None = None
         self._entered: dict[int, Any] = {}
         self._recomputed: dict[int, tuple[Any, Any]] = {}
@@ -72,6 +73,12 @@ class Recorder:
     ) -> None:
         if self.on:
             self._spans.append((self._step, lane, kind, start, end, block, bucket, nbytes))
+
+    def keep(self, worker_spans: Iterable[tuple[int, int, int, int, int]], sequence: int) -> None:
+        """Add (kind, bucket, sequence, begin, end) in nanoseconds from the native worker, `sequence` being the last
+        step."""
+        self._worker_spans += worker_spans
+        self._worker_spans = [s for s in self._worker_spans if s[2] > sequence - KEEP_STEPS]
 
     def watch(self, blocks: Sequence[Block]) -> None:
         """Hook the blocks: forward and recompute by module hooks, backward by the gradient of each block's output
@@ -143,7 +150,7 @@ class Recorder:
         return [b - a for a, b in itertools.pairwise(times)]
 
     def events(
-        self, worker_spans: Iterable[tuple[int, int, int, int, int]], uploads: Iterable[tuple[int, Any, Any, int]]
+        self, uploads: Iterable[tuple[int, Any, Any, int]]
     ) -> tuple[tuple[TraceEvent, ...], tuple[Stall, ...], float, float]:
         """The last complete step: (events, stalls, step seconds, window seconds).
 
@@ -151,7 +158,6 @@ class Recorder:
         that it overlaps, and the last step's own forward and backward.
 
         Args:
-            worker_spans: (kind, bucket, sequence, begin, end) in nanoseconds, from the native worker.
             uploads: (bucket, start mark, end mark, bytes) of CUDA uploads; what lies outside the window is dropped.
         """
         if len(self._bounds) < 2:
@@ -172,7 +178,7 @@ class Recorder:
         for step, lane, kind, a, b, block, bucket, nbytes in self._spans:
             if step >= self._step - 2:
                 keep(lane, kind, seconds(a), seconds(b), block, bucket, nbytes)
-        for code, bucket, _, t0, t1 in worker_spans:
+        for code, bucket, _, t0, t1 in self._worker_spans:
             lane, kind = _WORKER_KINDS[code]
             keep(lane, kind, t0 / 1e9, t1 / 1e9, -1, bucket, 0)
         for bucket, a, b, nbytes in uploads:

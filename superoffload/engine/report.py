@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -67,7 +67,9 @@ def trace(
     engine, plan = optimizer.engine, optimizer.plan
     if not engine.recorder.on:
         raise InputError("no trace was recorded", remedy="Make the optimizer with record_trace=True")
-    events, stalls, step_s, window_s = engine.trace_parts()
+    engine.synchronize()
+    engine.recorder.keep(engine.worker.take_spans(), engine.sequence)
+    events, stalls, step_s, window_s = engine.recorder.events(_uploads(engine))
     if not events:
         raise InputError("a trace needs two steps", expected="at least two calls of step()")
     tokens = plan.tokens_per_step if tokens_per_step is None else tokens_per_step
@@ -91,6 +93,18 @@ def trace(
             "isa": str(capabilities()["active"]),
         },
     )
+
+
+def _uploads(engine: Engine) -> list[tuple[int, Any, Any, int]]:
+    """(bucket, start, end, bytes) of CUDA uploads. Those of the step before overlap the last step, and so do its own
+    where it speculated; what lies outside the window is dropped."""
+    if not engine.device.is_cuda or engine.sequence < 2:
+        return []
+    found: list[tuple[int, Any, Any, int]] = []
+    for b in engine.arenas.cpu_buckets:
+        size = b.layout.numel * (b.master if b.out is None else b.out).element_size()
+        found += [(b.index, b.upload_start[parity], b.done[parity], size) for parity in (0, 1)]
+    return found
 
 
 def describe(optimizer: OffloadAdamW) -> str:

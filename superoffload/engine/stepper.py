@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,11 @@ from superoffload.engine.device import device_for
 from superoffload.engine.gradients import GradientCollector, collect_hook
 from superoffload.engine.hooks import BlockHook, SyncHook
 from superoffload.engine.interrupts import uninterrupted
-from superoffload.engine.recorder import KEEP_STEPS, Recorder, profiled
+from superoffload.engine.recorder import Recorder, profiled
 from superoffload.engine.retained import RetainedUpdate
 from superoffload.engine.speculation import Gate, Speculation
 from superoffload.engine.stats import StepLog
-from superoffload.engine.weights import Weights
+from superoffload.engine.weights import Weights, who_reads_what
 from superoffload.engine.worker import Lifeline, WorkerFace
 from superoffload.errors import EngineError, InputError
 from superoffload.kernels import native
@@ -103,7 +103,7 @@ class Engine:
         self._summed = self.device.new_event()
         life.tensors += [self.steps, self._groups, *self._active, self._ticket, self._host_partials]
         self._arguments = weakref.WeakMethod(arguments)
-        self._reads, self._read_buckets, self._readers = self._who_reads_what()
+        self._reads, self._read_buckets, self._readers = who_reads_what(self.blocks, self.params, self.arenas)
         self.speculation = Speculation(self.arenas, self.device, self.worker, self._readers, self.collector.partials,
                                        self._host_partials)  # fmt: skip
         life.tensors += self.speculation.tensors
@@ -118,30 +118,12 @@ class Engine:
         self._with_gradient: set[int] = set()
         self._unentered: set[int] = set()
         self._unsettled = False
-        self._worker_spans: list[tuple[int, int, int, int, int]] = []
         self._seen = [0] * len(self.params)
         """Parameter -> the step whose weights a forward has waited for."""
-        self._rejected: dict[str, None] = {}
-        """Parameters that somebody wrote while the worker did; told at the next call."""
         self._params_of = [[self.params[i] for i in {s.tensor: 0 for s in b.layout.segments}]
                            for b in self.arenas.buckets]  # fmt: skip
         """Parameters with a part in each bucket."""
         self._install(model, collects, life.handles)
-
-    def _who_reads_what(self) -> tuple[list[list[ManagedParam]], list[list[int]], list[set[int]]]:
-        """Block -> the parameters that its forward reads, a tied one too, and their buckets; bucket -> these blocks."""
-        managed = {id(p.param): p for p in self.params}
-        reads: list[list[ManagedParam]] = [[] for _ in self.blocks]
-        for p in self.params:
-            reads[p.block].append(p)
-        for mine, block in zip(reads, self.blocks, strict=True):
-            mine += [managed[id(q)] for q in block.shared if id(q) in managed]
-        buckets = [list(dict.fromkeys(index for p in mine for index, _ in p.places)) for mine in reads]
-        readers: list[set[int]] = [set() for _ in self.arenas.buckets]
-        for i, indices in enumerate(buckets):
-            for index in indices:
-                readers[index].add(i)
-        return reads, buckets, readers
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -236,27 +218,10 @@ class Engine:
                 for event in state.done:
                     self.device.compute_waits(event)
                 params = self._params_of[state.index]
-                self._reject(p for p in params if p in edited)
+                self.weights.reject(p for p in params if p in edited)
                 self.weights.bump(params)
                 for block in self._readers[state.index]:
                     self._ready[block].clear()  # other streams have to wait for these uploads too
-
-    def _reject(self, edited: Iterable[ManagedParam]) -> None:
-        """An edit that raced with the worker: it was overwritten, or made to weights of the next step."""
-        for p in edited:
-            self.weights.restore(p)
-            self._rejected[p.name] = None
-
-    def _tell_rejected(self) -> None:
-        names = list(self._rejected)
-        self._rejected.clear()
-        if names:
-            raise EngineError(
-                f"{names[0]} {f'and {len(names) - 1} others were' if names[1:] else 'was'} written in place while "
-                "the optimizer was updating the weights, so that nobody knows what was read or is overwritten",
-                expected="weights to be written when no update runs",
-                remedy="Call opt.synchronize() before writing weights, or write them before backward",
-            )
 
     def ready(self, block: int) -> None:
         """Make the current stream safe to read `block`'s weights: called before its forward."""
@@ -266,7 +231,7 @@ class Engine:
             self.cancel_speculation()  # a forward before step(): it reads the weights of the last step
         self._entered.add(block)
         self._wait_block(block)
-        self._tell_rejected()
+        self.weights.tell_rejected()
 
     def _wait_block(self, block: int) -> None:
         stream = self.device.stream_id()
@@ -285,7 +250,7 @@ class Engine:
                 self.device.compute_waits(event)
         # Once a step: a graph of another stream, or of another block with the same weight, stays as good as this one.
         new = [p for p in self._reads[block] if self._seen[p.index] != self.sequence]
-        self._reject(p for p in new if self.weights.is_edited(p))
+        self.weights.reject(p for p in new if self.weights.is_edited(p))
         self.weights.bump(new)
         for p in new:
             self._seen[p.index] = self.sequence
@@ -328,7 +293,7 @@ class Engine:
             return False
         self.collector.finish()
         self._adopt_edits()
-        self._tell_rejected()
+        self.weights.tell_rejected()
         # A recorded step ends where its update begins, so that an update always lies in the step that it overlaps.
         self.recorder.end_step()
         with uninterrupted():
@@ -336,7 +301,7 @@ class Engine:
         # From here on the step is whole; an interrupted wait is taken up again by the next forward.
         self._settle_blocks()
         if self.recorder.on:
-            self._keep_spans()
+            self.recorder.keep(self.worker.take_spans(), self.sequence)
         return True
 
     def _submit(self, arguments: StepSettings) -> None:
@@ -413,7 +378,7 @@ class Engine:
             self.device.synchronize_compute()
             self.worker.wait_idle()
             self.collect_records()
-            self._tell_rejected()
+            self.weights.tell_rejected()
 
     def _adopt_edits(self) -> None:
         """Weights that somebody has written in place are the ones to step from."""
@@ -427,21 +392,4 @@ class Engine:
         """Forget every gradient since the last step, and what was speculated on them."""
         self.cancel_speculation()
         self.collector.discard()
-        self._tell_rejected()
-
-    def _keep_spans(self) -> None:
-        self._worker_spans += self.worker.take_spans()
-        self._worker_spans = [s for s in self._worker_spans if s[2] > self.sequence - KEEP_STEPS]
-
-    def trace_parts(self) -> Any:
-        """Events, stalls, step seconds and window of the last complete step; synchronises."""
-        self.synchronize()
-        self._keep_spans()
-        uploads: list[tuple[int, Any, Any, int]] = []
-        if self.device.is_cuda and self.sequence > 1:
-            # Those of the step before overlap the last step, and so do its own where it speculated; what lies outside
-            # the window is dropped.
-            for b in self.arenas.cpu_buckets:
-                size = b.layout.numel * (b.master if b.out is None else b.out).element_size()
-                uploads += [(b.index, b.upload_start[parity], b.done[parity], size) for parity in (0, 1)]
-        return self.recorder.events(self._worker_spans, uploads)
+        self.weights.tell_rejected()

@@ -4,10 +4,11 @@ parameter across its buckets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from superoffload.engine.blocks import Block
 from superoffload.engine.buckets import DTYPES, Arenas, ManagedParam
 from superoffload.errors import EngineError
 
@@ -18,6 +19,8 @@ class Weights:
     def __init__(self, arenas: Arenas):
         self._arenas = arenas
         self._versions = [p.param._version for p in arenas.params]
+        self._rejected: dict[str, None] = {}
+        """Parameters that somebody wrote while the worker did; told at the next call."""
 
     def bump(self, params: Sequence[ManagedParam]) -> None:
         """Tell autograd that these weights are new: a graph that saved older ones must not be used."""
@@ -49,12 +52,27 @@ class Weights:
                 b.out[span].copy_(weights)
         self._versions[p.index] = p.param._version
 
-    def restore(self, p: ManagedParam) -> None:
-        """Make the weights those of the last update again."""
-        for index, s in p.places:
-            b = self._arenas.buckets[index]
-            span = slice(s.start, s.start + s.numel)
-            b.weights[span].copy_((b.master if b.out is None else b.out)[span])
+    def reject(self, edited: Iterable[ManagedParam]) -> None:
+        """Take back an edit that raced with the worker, so that it was overwritten or made to weights of the next step:
+        the weights are those of the last update again."""
+        for p in edited:
+            for index, s in p.places:
+                b = self._arenas.buckets[index]
+                span = slice(s.start, s.start + s.numel)
+                b.weights[span].copy_((b.master if b.out is None else b.out)[span])
+            self._rejected[p.name] = None
+
+    def tell_rejected(self) -> None:
+        """Raise for edits that were rejected since the last call."""
+        names = list(self._rejected)
+        self._rejected.clear()
+        if names:
+            raise EngineError(
+                f"{names[0]} {f'and {len(names) - 1} others were' if names[1:] else 'was'} written in place while "
+                "the optimizer was updating the weights, so that nobody knows what was read or is overwritten",
+                expected="weights to be written when no update runs",
+                remedy="Call opt.synchronize() before writing weights, or write them before backward",
+            )
 
     def check_storage(self) -> None:
         """The weights must still lie in the arena: elsewhere they would never see an update."""
@@ -94,4 +112,22 @@ class Weights:
             self._versions[p.index] = p.param._version
 
 
-__all__ = ["Weights"]
+def who_reads_what(
+    blocks: Sequence[Block], params: Sequence[ManagedParam], arenas: Arenas
+) -> tuple[list[list[ManagedParam]], list[list[int]], list[set[int]]]:
+    """Block -> the parameters that its forward reads, a tied one too, and their buckets; bucket -> these blocks."""
+    managed = {id(p.param): p for p in params}
+    reads: list[list[ManagedParam]] = [[] for _ in blocks]
+    for p in params:
+        reads[p.block].append(p)
+    for mine, block in zip(reads, blocks, strict=True):
+        mine += [managed[id(q)] for q in block.shared if id(q) in managed]
+    buckets = [list(dict.fromkeys(index for p in mine for index, _ in p.places)) for mine in reads]
+    readers: list[set[int]] = [set() for _ in arenas.buckets]
+    for i, indices in enumerate(buckets):
+        for index in indices:
+            readers[index].add(i)
+    return reads, buckets, readers
+
+
+__all__ = ["Weights", "who_reads_what"]
