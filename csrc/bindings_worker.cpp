@@ -67,6 +67,12 @@ void bind_worker(nb::module_& m) {
              b.undo_escapes = escapes;
              b.undo_counts = counts;
            })
+      .def("set_snapshot",
+           [](so::BucketDesc& b, std::uintptr_t p, std::uintptr_t mm, std::uintptr_t v) {
+             b.snapshot_p = p;
+             b.snapshot_m = mm;
+             b.snapshot_v = v;
+           })
       .def("add_partials",
            [](so::BucketDesc& b, std::int64_t first, std::int64_t count) { b.partial_runs.emplace_back(first, count); })
       .def("set_events",

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -30,6 +31,46 @@ UndoTile record_of(const BucketDesc& b, const Tile& t) {
           at<std::uint8_t>(b.undo_v) + t.start, at<Escape>(b.undo_escapes) + t.index * kEscapes,
           at<std::uint32_t>(b.undo_counts) + t.index};
 }
+
+// The two ways in which a tile's step can be taken back: the record of undo.h, and a copy of what was there before.
+struct ByRecord {
+  static bool step(const BucketDesc& b, const Tile& t, const View& a, const AdamScalars& s) {
+    return adam_record(a.p, a.m, a.v, a.g, b.grad_dtype, a.out, b.out_dtype, a.n, s, record_of(b, t));
+  }
+  static void undo(const BucketDesc& b, const Tile& t, const View& a, const AdamScalars& s) {
+    adam_undo(a.p, a.m, a.v, a.g, b.grad_dtype, a.out, b.out_dtype, a.n, s, record_of(b, t));
+  }
+  static void redo(const BucketDesc& b, const Tile& t, const View& a, const AdamScalars& old_step,
+                   const AdamScalars& new_step) {
+    adam_undo_redo(a.p, a.m, a.v, a.g, b.grad_dtype, a.out, b.out_dtype, a.n, old_step, new_step, record_of(b, t));
+  }
+};
+
+struct BySnapshot {
+  static void plain(const BucketDesc& b, const View& a, const AdamScalars& s) {
+    kernels().adam[b.grad_dtype][a.out ? b.out_dtype : int(kF32)](a.p, a.m, a.v, a.g, a.out, a.n, s);
+  }
+  static void restore(const BucketDesc& b, const Tile& t, const View& a) {
+    std::memcpy(a.p, at<float>(b.snapshot_p) + t.start, a.n * sizeof(float));
+    std::memcpy(a.m, at<float>(b.snapshot_m) + t.start, a.n * sizeof(float));
+    std::memcpy(a.v, at<float>(b.snapshot_v) + t.start, a.n * sizeof(float));
+  }
+  static bool step(const BucketDesc& b, const Tile& t, const View& a, const AdamScalars& s) {
+    std::memcpy(at<float>(b.snapshot_p) + t.start, a.p, a.n * sizeof(float));
+    std::memcpy(at<float>(b.snapshot_m) + t.start, a.m, a.n * sizeof(float));
+    std::memcpy(at<float>(b.snapshot_v) + t.start, a.v, a.n * sizeof(float));
+    plain(b, a, s);
+    return true;
+  }
+  static void undo(const BucketDesc& b, const Tile& t, const View& a, const AdamScalars&) {
+    restore(b, t, a);
+    if (a.out) kernels().cast[kF32][b.out_dtype](a.p, a.out, a.n);
+  }
+  static void redo(const BucketDesc& b, const Tile& t, const View& a, const AdamScalars&, const AdamScalars& new_step) {
+    restore(b, t, a);
+    plain(b, a, new_step);
+  }
+};
 
 bool writes_with_adam(const BucketDesc& b) { return b.out && !b.out_separate; }
 
@@ -137,13 +178,12 @@ std::int64_t BucketUpdate::speculate(const BucketDesc& b, std::int32_t bucket, c
   const std::vector<AdamScalars> s = scalars(b, step, scale, 1);
   const std::vector<Tile> tiles = tiles_of(b);
   const bool fused = writes_with_adam(b);
+  const auto step_tile = b.snapshot_p ? BySnapshot::step : ByRecord::step;
   std::atomic<std::int64_t> waiting{0};
   const std::int64_t begin = now_ns();
   pool_.for_each(tiles.size(), [&](std::size_t i) {
     const Tile& t = tiles[i];
-    const View a = view(b, t, fused);
-    if (!adam_record(a.p, a.m, a.v, a.g, b.grad_dtype, a.out, b.out_dtype, a.n, s[t.segment], record_of(b, t)))
-      waiting.fetch_add(1, std::memory_order_relaxed);
+    if (!step_tile(b, t, view(b, t, fused), s[t.segment])) waiting.fetch_add(1, std::memory_order_relaxed);
   });
   spans_.add(kSpanAdam, bucket, step.sequence, begin);
   write_weights(b, bucket, step.sequence, tiles);
@@ -170,11 +210,11 @@ void BucketUpdate::undo(const BucketDesc& b, std::int32_t bucket, const StepDesc
   const std::vector<AdamScalars> s = scalars(b, taken, scale, 1);
   const std::vector<Tile> tiles = tiles_of(b);
   const bool fused = writes_with_adam(b);
+  const auto undo_tile = b.snapshot_p ? BySnapshot::undo : ByRecord::undo;
   const std::int64_t begin = now_ns();
   pool_.for_each(tiles.size(), [&](std::size_t i) {
     const Tile& t = tiles[i];
-    const View a = view(b, t, fused);
-    adam_undo(a.p, a.m, a.v, a.g, b.grad_dtype, a.out, b.out_dtype, a.n, s[t.segment], record_of(b, t));
+    undo_tile(b, t, view(b, t, fused), s[t.segment]);
   });
   spans_.add(kSpanUndo, bucket, taken.sequence, begin);
   write_weights(b, bucket, taken.sequence, tiles);
@@ -185,12 +225,11 @@ void BucketUpdate::redo(const BucketDesc& b, std::int32_t bucket, const StepDesc
   const std::vector<AdamScalars> old_step = scalars(b, taken, taken_scale, 0), new_step = scalars(b, step, scale, 0);
   const std::vector<Tile> tiles = tiles_of(b);
   const bool fused = writes_with_adam(b);
+  const auto redo_tile = b.snapshot_p ? BySnapshot::redo : ByRecord::redo;
   const std::int64_t begin = now_ns();
   pool_.for_each(tiles.size(), [&](std::size_t i) {
     const Tile& t = tiles[i];
-    const View a = view(b, t, fused);
-    adam_undo_redo(a.p, a.m, a.v, a.g, b.grad_dtype, a.out, b.out_dtype, a.n, old_step[t.segment], new_step[t.segment],
-                   record_of(b, t));
+    redo_tile(b, t, view(b, t, fused), old_step[t.segment], new_step[t.segment]);
   });
   spans_.add(kSpanUndo, bucket, step.sequence, begin);
   write_weights(b, bucket, step.sequence, tiles);

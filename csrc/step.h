@@ -40,8 +40,11 @@ struct BucketDesc {
   // step's while this step's are recorded. event_start is 0 when not traced.
   std::uintptr_t event_start[2] = {0, 0}, event_done[2] = {0, 0};
   // Undo record: low bytes as long as the bucket, escapes and counts by tile (tiles_of in bucket_update.h). 0 where the
-  // bucket has none: then it waits for the verdict.
+  // bucket has none.
   std::uintptr_t undo_p = 0, undo_m = 0, undo_v = 0, undo_escapes = 0, undo_counts = 0;
+  // Copies of p, m and v instead, each as long as the bucket. A bucket with neither waits for the verdict.
+  std::uintptr_t snapshot_p = 0, snapshot_m = 0, snapshot_v = 0;
+  bool can_undo() const { return undo_counts || snapshot_p; }
   std::vector<SegmentDesc> segments;
   std::vector<std::pair<std::int64_t, std::int64_t>> partial_runs;  // (first, count) of its partial sums of squares
 };

@@ -260,7 +260,7 @@ void Worker::arrived(std::int32_t bucket) {
 
 void Worker::speculate(std::int32_t bucket) {
   const BucketDesc& b = buckets_[bucket];
-  if (!b.undo_counts) return;  // without a record it waits for the verdict
+  if (!b.can_undo()) return;  // it waits for the verdict
   delay();
   const std::int64_t begin = now_ns();
   Speculation& s = speculation_;

@@ -18,7 +18,7 @@ from superoffload.layout import Bucket, TensorRef, cut_buckets
 from superoffload.plan import Plan
 from superoffload.profiler import Profile, rescale
 from superoffload.tracing import Kind, Lane
-from superoffload.units import ADAM_STREAM_BYTES, DTYPE_BYTES, GB, UNDO_BYTES
+from superoffload.units import ADAM_STATE_BYTES, ADAM_STREAM_BYTES, DTYPE_BYTES, GB, UNDO_BYTES
 
 RING_SLOTS = 4
 """Gradient buckets in flight on the GPU: packing of bucket k waits until bucket k - 4 has gone down the link."""
@@ -134,7 +134,7 @@ def bucket_cost(plan: Plan, dtype: str) -> BucketCost:
     upload copy in the same pass (2). Where the GPU casts, and for fp32 weights, the master itself goes up.
     """
     item = DTYPE_BYTES[dtype]
-    undo = UNDO_BYTES if plan.speculate == "on" else 0
+    undo = {"record": UNDO_BYTES, "snapshot": ADAM_STATE_BYTES}[plan.undo] if plan.speculate == "on" else 0
     if item == 4:
         return BucketCost(4, 4, 24 + 4 + undo, 0, 0, 12)
     down, up = plan.cast_down, plan.cast_up

@@ -129,7 +129,7 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
     host: dict[str, int] = {
         ("moments" if pinned_master else "master weights and moments"): ADAM_STATE_BYTES * numel["cpu"] - pinned_master,
         "float32 gradient of one bucket": 4 * max(casts, default=0),
-        "undo records": 0 if plan.speculate == "off" else sum(_undo_bytes(b) for b in on_cpu),
+        f"undo {plan.undo}s": 0 if plan.speculate == "off" else sum(_undo_bytes(b, plan.undo) for b in on_cpu),
     }
     if not hw.shared_memory or hw.gpu.peak_bf16_tflops:
         gpu["CUDA context and allocator"] = CUDA_CONTEXT_BYTES
@@ -143,8 +143,11 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
     )
 
 
-def _undo_bytes(bucket: Bucket) -> int:
-    """A bucket's undo record: `UNDO_BYTES` for each element, an escape list for each tile of a segment."""
+def _undo_bytes(bucket: Bucket, undo: str) -> int:
+    """A bucket's undo record: `UNDO_BYTES` for each element, an escape list for each tile of a segment. A snapshot is
+    as large as the state."""
+    if undo == "snapshot":
+        return ADAM_STATE_BYTES * bucket.numel
     tiles = sum(-(-s.numel // UNDO_TILE) for s in bucket.segments)
     return UNDO_BYTES * bucket.numel + tiles * UNDO_TILE_BYTES
 

@@ -10,6 +10,7 @@ from superoffload.record import Record
 
 Cast = Literal["gpu", "cpu", "fused"]
 Speculate = Literal["on", "off", "auto"]
+Undo = Literal["record", "snapshot"]
 Activations = Literal["none", "full"]
 Processor = Literal["gpu", "cpu"]
 
@@ -37,6 +38,10 @@ class Plan(Record):
     """Who casts new weights fp32 to 16-bit; same words."""
     speculate: Speculate = "auto"
     """`on`: Adam starts before the gradient norm is known. `off`: it waits. `auto`: the engine decides step by step."""
+    undo: Undo = "record"
+    """How a speculative step is taken back: `record` writes 3 bytes per parameter and lists what they cannot repair
+    (3.6 B/param of host memory), `snapshot` copies master weights and moments before the step (12 B/param): exact by
+    construction, what the record is tested against, and slower."""
     adam_threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads of the Adam pool."""
     activations: Activations = "full"

@@ -18,6 +18,7 @@ SEQUENCES = tuple(2**i for i in range(7, 20))
 ACCUMULATIONS = (1, 2, 4, 8, 16, 32, 64)
 CAST_TITLES = {"gpu": "on the GPU (fp32 crosses)", "cpu": "separate CPU pass", "fused": "fused into CPU Adam"}
 SPECULATE_TITLES = {"auto": "auto", "on": "on: before the norm", "off": "off: waits for norm"}
+UNDO_TITLES = {"record": "record: 3.6 B/param", "snapshot": "snapshot: 12 B/param"}
 ACTIVATION_TITLES = {"full": "recompute all", "none": "keep all"}
 ACCUMULATE_TITLES = {"gpu": "the GPU, in p.grad", "cpu": "the CPU, fetched to add"}
 
@@ -84,6 +85,9 @@ class Controls(W.VBox):  # type: ignore[misc]
         self.speculate = W.Dropdown(
             options=[(t, v) for v, t in SPECULATE_TITLES.items()], description="Speculation", layout=layout(), **drop
         )
+        self.undo = W.Dropdown(
+            options=[(t, v) for v, t in UNDO_TITLES.items()], description="Undo", layout=layout(), **drop
+        )
         self.threads = W.IntSlider(1, 1, 1, description="Adam threads", layout=layout(), **slider)
         self.activations = W.Dropdown(
             options=[(t, v) for v, t in ACTIVATION_TITLES.items()], description="Activations", layout=layout(), **drop
@@ -103,6 +107,7 @@ class Controls(W.VBox):  # type: ignore[misc]
                 Knob("cast_down", self.down, on_choose),
                 Knob("cast_up", self.up, on_choose),
                 Knob("speculate", self.speculate, on_choose),
+                Knob("undo", self.undo, on_choose),
                 Knob("adam_threads", self.threads, on_choose),
                 Knob("activations", self.activations, on_choose),
                 Knob("micro_batch", self.batch, on_choose),
@@ -147,6 +152,7 @@ class Controls(W.VBox):  # type: ignore[misc]
             "cast_down": lambda: _set(self.down, p.cast_down),
             "cast_up": lambda: _set(self.up, p.cast_up),
             "speculate": lambda: _set(self.speculate, p.speculate),
+            "undo": lambda: _set(self.undo, p.undo),
             "adam_threads": lambda: _range(self.threads, p.adam_threads, 1, s.hardware.cpu.cores),
             "activations": lambda: _set(self.activations, p.activations),
             "micro_batch": lambda: _options(self.batch, MICRO_BATCHES, p.micro_batch, str),

@@ -17,6 +17,7 @@ from torch import nn
 from superoffload.engine.device import Chunk, Device
 from superoffload.engine.host_memory import HostMemory
 from superoffload.engine.placement import place
+from superoffload.engine.undo_memory import UndoMemory, undo_memory
 from superoffload.errors import InputError
 from superoffload.kernels import DTYPE_CODES, native
 from superoffload.layout import NORM_CHUNK, Bucket, Segment, TensorRef, cut_buckets
@@ -51,29 +52,6 @@ class ManagedParam:
         return -(-self.numel // NORM_CHUNK)
 
 
-@dataclass(frozen=True, slots=True)
-class UndoMemory:
-    """Memory of one bucket's undo record, as csrc/undo.h wants it."""
-
-    low: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """One byte per element for p, m and v."""
-    escapes: torch.Tensor
-    counts: torch.Tensor
-
-    @staticmethod
-    def tiles(layout: Bucket) -> int:
-        """Tiles of a bucket: every segment has its own."""
-        return sum(-(-s.numel // native.UNDO_TILE) for s in layout.segments)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (*self.low, self.escapes, self.counts))
-
-    def addresses(self) -> tuple[int, int, int, int, int]:
-        p, m, v = (x.data_ptr() for x in self.low)
-        return p, m, v, self.escapes.data_ptr(), self.counts.data_ptr()
-
-
 @dataclass(slots=True, eq=False)
 class BucketState:
     """Tensors and bookkeeping of one bucket; all flat, `layout.numel` elements."""
@@ -97,7 +75,7 @@ class BucketState:
     upload_start: tuple[Any, Any] = (None, None)
     """Recorded before it; only when a trace is wanted."""
     undo: UndoMemory | None = None
-    """Record of the bucket's last speculative step; None where plan does not speculate."""
+    """What takes the bucket's last speculative step back; None where the plan does not speculate."""
     sequence: int = 0
     """Last step that updates this bucket."""
 
@@ -192,7 +170,7 @@ class Arenas:
             dtype: self.host.zeros(sum(b.numel for b in cpu if b.dtype == dtype), DTYPES[dtype], pinned=True)
             for dtype in dict.fromkeys(b.dtype for b in cpu if b.dtype != "float32" and plan.cast_up != "gpu")
         }
-        undo = self._undo_memory(cpu) if plan.speculate != "off" else {}
+        undo = undo_memory(cpu, plan, self.host)
         offset, held_offset, copy_offset = 0, dict.fromkeys(held, 0), dict.fromkeys(copies, 0)
         for b in layouts:
             retained = b.index >= first_retained
@@ -220,23 +198,6 @@ class Arenas:
             state.table = device.chunk_table(self.chunks(b.segments))
             states.append(state)
         return states
-
-    def _undo_memory(self, layouts: Sequence[Bucket]) -> dict[int, UndoMemory]:
-        """Undo records of some buckets, by index."""
-        total, tiles = sum(b.numel for b in layouts), [UndoMemory.tiles(b) for b in layouts]
-        low = [self.host.zeros(total, torch.uint8) for _ in range(3)]
-        escape_bytes = native.UNDO_ESCAPES * native.UNDO_ESCAPE_BYTES
-        escapes = self.host.zeros(sum(tiles) * escape_bytes, torch.uint8)
-        counts = self.host.zeros(sum(tiles), torch.int32)
-        found: dict[int, UndoMemory] = {}
-        start = tile = 0
-        for b, n in zip(layouts, tiles, strict=True):
-            p, m, v = (x[start : start + b.numel] for x in low)
-            found[b.index] = UndoMemory(
-                (p, m, v), escapes[tile * escape_bytes : (tile + n) * escape_bytes], counts[tile : tile + n]
-            )
-            start, tile = start + b.numel, tile + n
-        return found
 
     def _adopt(self, dtype: str, arena: torch.Tensor, starts: dict[int, int]) -> None:
         """Move the parameters of `dtype` into the arena. A parameter that spans buckets stays in one piece: only a
@@ -307,7 +268,7 @@ class Arenas:
                 start, done = b.upload_start[parity], b.done[parity]
                 d.set_events(parity, device.event_handle(start), device.event_handle(done))
             if b.undo is not None:
-                d.set_undo(*b.undo.addresses())
+                b.undo.describe(d)
             for s in b.layout.segments:
                 d.add_segment(s.tensor, s.start, s.numel)
             for first, count in self.partial_runs(b.layout.segments):

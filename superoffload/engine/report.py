@@ -52,7 +52,7 @@ def memory(engine: Engine) -> Ledger:
         LedgerItem("gpu", "retained buckets", state),
         LedgerItem("gpu", "gradient ring and norm partials", engine.collector.device_bytes),
         LedgerItem("host", "master weights and moments", host.pageable_bytes - undo),
-        LedgerItem("host", "undo records", undo),
+        LedgerItem("host", f"undo {engine.plan.undo}s", undo),
         LedgerItem("pinned", "gradients and weights in transit", host.pinned_bytes),
     ))  # fmt: skip
 

@@ -135,6 +135,9 @@ class BucketDesc:
     def set_undo(self, p: int, m: int, v: int, escapes: int, counts: int) -> None:
         """Not needed: see `Worker.begin`."""
 
+    def set_snapshot(self, p: int, m: int, v: int) -> None:
+        """Not needed: see `Worker.begin`."""
+
     def add_partials(self, first: int, count: int) -> None:
         """Not needed: see `Worker.begin`."""
 

@@ -139,3 +139,21 @@ def test_a_failure_while_speculating_surfaces_with_its_own_words(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.warns(RuntimeWarning, match="failure"):
         opt.close()
+
+
+@pytest.mark.parametrize("undo", ["record", "snapshot"])
+def test_the_ledger_tells_beforehand_what_taking_back_needs(undo):
+    """What the planner's ledger counts for a plan is what the engine allocates."""
+    from superoffload.layout import TensorRef, cut_buckets
+    from superoffload.memory import _undo_bytes
+
+    model = small()
+    with make(model, undo=undo, retained_buckets=2) as opt:
+        item = next(i for i in opt.memory().items if i.name == f"undo {undo}s")
+        params = opt.engine.params
+        refs = [TensorRef(p.index, p.block, p.numel, p.dtype) for p in reversed(params)]
+        layouts = [b.layout for b in opt.engine.arenas.cpu_buckets]
+        assert item.bytes == sum(_undo_bytes(b, undo) for b in layouts) > 0
+        assert len(cut_buckets(refs, 0.05)) == len(layouts) + 2
+    with make(small(), undo=undo, speculate="off") as opt:
+        assert next(i for i in opt.memory().items if i.name == f"undo {undo}s").bytes == 0

@@ -48,6 +48,7 @@ def test_a_retained_bucket_moves_sixteen_bytes_per_parameter_from_host_to_gpu(ti
         ({"cast_up": "gpu"}, 4, -2 * 8, 2 * 8),  # the master goes up: pinned, and no 16-bit copy
         ({"speculate": "on"}, 0, (3 + 10244 / 16384) * 8, 0),  # and an escape list for each tile
         ({"speculate": "auto"}, 0, (3 + 10244 / 16384) * 8, 0),
+        ({"speculate": "on", "undo": "snapshot"}, 0, 12 * 8, 0),
         ({"accumulation": 2}, 2 * 8, 0, 0),
         ({"accumulation": 2, "accumulate_on": "cpu"}, 2, 0, 0),  # one bucket that is fetched
         ({"flow_blocks": (1, 2, 3)}, -2 * 3 + 2 * 2, 0, 0),  # two slots

@@ -64,6 +64,7 @@ def test_json_round_trip_is_exact(record: Any, tmp_path: Path) -> None:
         cast_down=st.sampled_from(CASTS),
         cast_up=st.sampled_from(CASTS),
         speculate=st.sampled_from(("on", "off", "auto")),
+        undo=st.sampled_from(("record", "snapshot")),
         accumulate_on=st.sampled_from(("gpu", "cpu")),
         adam_threads=st.integers(1, 512),
         activations=st.sampled_from(("none", "full")),
