@@ -22,7 +22,7 @@ namespace nb = nanobind;
 
 namespace {
 
-constexpr std::size_t kTile = 16384;  // of casts
+constexpr std::size_t kTile = 16384;  // of casts and sums
 
 std::mutex shared_mutex;
 std::vector<int> shared_cores;
@@ -275,6 +275,17 @@ NB_MODULE(_kernels, m) {
     shared_pool(threads).for_each(
         count, [&](std::size_t i) { failures += so::split_failures(first + std::uint32_t(i)); }, threads);
     return failures.load();
+  });
+  m.def("accumulate", [](std::uintptr_t total, std::uintptr_t x, int dtype, std::size_t n, int threads) {
+    nb::gil_scoped_release release;
+    const so::AccumulateFn accumulate = so::kernels().accumulate[dtype];
+    const std::size_t size = so::dtype_bytes(dtype);
+    shared_pool(threads).for_each((n + kTile - 1) / kTile,
+                                  [&](std::size_t i) {
+                                    const std::size_t from = i * kTile, count = n - from < kTile ? n - from : kTile;
+                                    accumulate(at<float>(total) + from, at<char>(x) + from * size, count);
+                                  },
+                                  threads);
   });
   m.def("cast", [](std::uintptr_t src, int sd, std::uintptr_t dst, int dd, std::size_t n, int threads) {
     nb::gil_scoped_release release;

@@ -33,6 +33,7 @@ struct AdamScalars {
 // p, m, v are updated in place; `out` (16-bit weights) may be null when the table entry is the no-output one.
 using AdamFn = void (*)(float* p, float* m, float* v, const void* g, void* out, std::size_t n, const AdamScalars& s);
 using CastFn = void (*)(const void* src, void* dst, std::size_t n);
+using AccumulateFn = void (*)(float* total, const void* x, std::size_t n);
 // Sum of squares of at most kNormChunk elements, over kNormLanes virtual lanes, in double.
 using SumSqFn = double (*)(const void* x, std::size_t n);
 
@@ -72,6 +73,7 @@ struct KernelTable {
   JoinFn join;
   SplitFn split;
   CastFn cast[kDTypes][kDTypes];  // [source][destination]
+  AccumulateFn accumulate[kDTypes];
   SumSqFn sum_sq[kDTypes];
   void (*stream)(float* p, float* m, float* v, const float* g, std::size_t n);  // the ceiling; see undo_ops.h
 };

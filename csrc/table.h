@@ -27,6 +27,7 @@ constexpr KernelTable table_of(const char* name) {
           join<V>,
           split<V>,
           SO_BY_BOTH(cast),
+          SO_BY_GRADIENT(accumulate),
           {V::template sum_sq<kF32>, V::template sum_sq<kBF16>, V::template sum_sq<kF16>},
           adam_stream};
 }

@@ -174,6 +174,18 @@ class Runner {
     });
   }
 
+  void accumulate(int dtype, std::size_t n) {
+    const Bytes total = make_finite(kNorm, n, so::kF32, kNormRange), x = make_finite(kNorm + 1, n, dtype, kNormRange);
+    report("accumulate/" + std::string(kNames[dtype]) + "/" + std::to_string(n), [&](Place place) {
+      Placed pt(total, sizeof(float), place), px(x, so::dtype_bytes(dtype), place);
+      table_.accumulate[dtype](static_cast<float*>(pt.as()), px.as(), n);
+      Bytes result;
+      pt.take(result);
+      intact_ = pt.guards_intact() && px.guards_intact();
+      return result;
+    });
+  }
+
   void sum_sq(int dtype, std::size_t n) {
     std::vector<Bytes> inputs;
     for (std::uint64_t k = 0; k < kSums; ++k) inputs.push_back(make_finite(kNorm + k, n, dtype, kNormRange));
@@ -201,6 +213,7 @@ class Runner {
       }
       for (std::size_t n : kSplitSizes) split("split", kHyper, a, n);
       for (std::size_t n : kVariantSizes) split("split_l2", kL2, a, n);
+      for (std::size_t n : kSizes) accumulate(a, n);
       for (std::size_t n : kNormSizes) sum_sq(a, n);
     }
     adam("adam", kHyper, so::kBF16, so::kBF16, kManyTiles);

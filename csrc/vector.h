@@ -101,5 +101,16 @@ void cast(const void* src, void* dst, std::size_t n) {
   }
 }
 
+// total += x, each element rounded once.
+template <class V, int S>
+void accumulate(float* total, const void* x, std::size_t n) {
+  for_each_vector<V>(n, [&](auto isa, auto lanes, std::size_t i) SO_INLINE {
+    using W = decltype(isa);
+    W::template store<kF32>(lanes, total, i,
+                            W::add(W::template load<kF32>(lanes, total, i), W::template load<S>(lanes, x, i)));
+    return true;
+  });
+}
+
 }  // namespace
 }  // namespace so

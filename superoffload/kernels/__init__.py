@@ -30,6 +30,7 @@ _COMPILED = native.__name__.endswith("._kernels")
 
 __all__ = [
     "DTYPE_CODES",
+    "accumulate",
     "adam_scalars",
     "adam_step",
     "bind_cores",
@@ -229,6 +230,22 @@ def adam_scalars(**options: Unpack[StepOptions]) -> tuple[float, ...]:
     The GPU kernel takes these, so that both processors multiply by the same numbers.
     """
     return tuple(native.adam_scalars(step_arguments(options)))
+
+
+def accumulate(total: Any, x: Any, *, threads: int | None = None) -> None:
+    """Add `x` (fp32, bf16 or fp16) to `total` (fp32) in place, each element rounded once.
+
+    Raises:
+        InputError: another dtype, shape or device, lengths that differ, a read-only `total`, arrays that overlap.
+            Nothing is changed.
+    """
+    _notice_fallback()
+    a, _, n = _describe(total, "total", ("float32",), writable=True)
+    b, dtype, n_x = _describe(x, "x", tuple(DTYPE_CODES), writable=False)
+    if n != n_x:
+        raise InputError(f"lengths differ: total {n}, x {n_x}", expected="equal lengths")
+    _refuse_overlap({"total": (a, n * 4), "x": (b, n * (4 if dtype == "float32" else 2))})
+    native.accumulate(a, b, DTYPE_CODES[dtype], n, resolve_threads(threads))
 
 
 def cast(src: Any, dst: Any, *, threads: int | None = None) -> None:

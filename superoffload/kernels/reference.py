@@ -33,6 +33,7 @@ __all__ = [
     "NORM_LANES",
     "UNDO_ESCAPES",
     "UNDO_TILE",
+    "accumulate",
     "active_isa",
     "adam_record",
     "adam_record_split",
@@ -141,6 +142,12 @@ def cast(src: int, src_dtype: int, dst: int, dst_dtype: int, n: int, threads: in
         _storage(dst, n, dst_dtype).view(np.uint8)[:] = _storage(src, n, src_dtype).view(np.uint8)
     else:
         _store(dst, _load(src, n, src_dtype), dst_dtype)
+
+
+def accumulate(total: int, x: int, dtype: int, n: int, threads: int) -> None:
+    values = _at(total, n, np.float32)
+    with np.errstate(all="ignore"):
+        values += _load(x, n, dtype)
 
 
 def norm_partials(x: int, dtype: int, n: int, partials: int, threads: int) -> None:

@@ -52,6 +52,7 @@ def test_only_the_last_micro_batch_speculates():
                 assert all(p.grad is None for p in model.parameters()), "held on the CPU, not in p.grad"
                 if x is DATA[i]:
                     assert not opt.engine.speculation.open
+            opt.engine.worker.wait_idle()
             opt.step()
         opt.synchronize()
         opt.engine.worker.wait_idle()

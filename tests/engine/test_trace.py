@@ -11,7 +11,12 @@ from tests.engine.common import batches, llama
 DATA = batches(5)
 
 
-def train(opt, model, factors, *, before=None):
+def train(opt, model, factors, *, before=None, lockstep=False):
+    """`lockstep`: backward waits at every gradient until the worker has nothing to do, so that it is certain that
+    buckets are speculated, on however busy a machine."""
+    if lockstep:
+        for p in model.parameters():
+            p.register_hook(lambda g: opt.engine.worker.wait_idle())
     for x, factor in zip(DATA, factors, strict=False):
         loss = model(input_ids=x, labels=x).loss
         (loss * factor).backward()
@@ -37,7 +42,7 @@ def test_speculative_adam_lies_under_backward(norms):
     with OffloadAdamW(
         model, bucket_mb=0.05, speculate="on", max_grad_norm=2 * max(norms), record_trace=True, retained_buckets=2
     ) as opt:
-        train(opt, model, [1.0] * 4)
+        train(opt, model, [1.0] * 4, lockstep=True)
         trace = opt.trace()
     backward_ends = max(e.end_s for e in trace.events if e.kind == "backward")
     adam = [e for e in trace.events if e.kind == "adam" and e.step == trace.events[-1].step]
@@ -53,7 +58,7 @@ def test_a_clipped_step_shows_what_was_undone(norms):
     model = llama(torch.bfloat16, layers=6)
     bound = 0.99 * min(norms)
     with OffloadAdamW(model, lr=1e-3, bucket_mb=0.05, speculate="on", max_grad_norm=bound, record_trace=True) as opt:
-        train(opt, model, [1.0] * 4)
+        train(opt, model, [1.0] * 4, lockstep=True)
         trace, ledger = opt.trace(), opt.ledger
     assert [r.verdict for r in ledger] == ["clip"] * 4
     assert all(r.undone and r.undo_s > 0 for r in ledger[1:])

@@ -205,6 +205,12 @@ def run_cast(native: Any, source: int, target: int, n: int, threads: int = 1) ->
     return bytes(y.tobytes())
 
 
+def run_accumulate(native: Any, dtype: int, n: int, threads: int = 1) -> bytes:
+    total, x = finite(NORM, n, 0), finite(NORM, n, dtype, 1)
+    native.accumulate(_address(total), _address(x), dtype, n, threads)
+    return bytes(total.tobytes())
+
+
 def run_sum_sq(native: Any, dtype: int, n: int, threads: int = 1) -> bytes:
     sums = np.zeros(SUMS)
     for k in range(SUMS):
@@ -244,6 +250,8 @@ def cases() -> Iterator[tuple[str, Callable[..., bytes]]]:
             yield f"split/{NAMES[a]}/{n}", case(run_split, a, n)
         for n in VARIANT_SIZES:
             yield f"split_l2/{NAMES[a]}/{n}", case(run_split, a, n, choices=L2)
+        for n in SIZES:
+            yield f"accumulate/{NAMES[a]}/{n}", case(run_accumulate, a, n)
         for n in NORM_SIZES:
             yield f"sum_sq/{NAMES[a]}/{n}", case(run_sum_sq, a, n)
     yield f"adam/bf16/bf16/{MANY_TILES}", case(run_adam, 1, 1, MANY_TILES)

@@ -96,3 +96,35 @@ def test_isas_agree_on_nan_too():
                 kernels.cast(x, out)
             results.append(out.view(torch.int16))
         assert all(torch.equal(results[0], r) for r in results[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("n", [1, 3, 7, 15, 17, 31, 33, 63, 65, 97, 20011])
+@pytest.mark.parametrize("start", [0, 1])
+def test_accumulate_is_one_rounded_addition(dtype, n, start):
+    g = torch.Generator().manual_seed(n)
+    total = torch.randn(n + start, generator=g)[start:]
+    x = (torch.randn(n + start, generator=g) * 1e-3).to(dtype)[start:]
+    total[:1], x[:1] = 1e-40, 1e-41 if dtype != torch.float16 else 1e-7  # denormals stay
+    expected = (total.double() + x.double()).float()  # the sum of two fp32 this close together is exact in double
+    for isa in kernels.capabilities()["isas"]:
+        with kernels.force_isa(isa):
+            got = total.clone()
+            kernels.accumulate(got, x, threads=2)
+            assert torch.equal(got.view(torch.int32), expected.view(torch.int32)), isa
+
+
+def test_accumulate_refuses():
+    total, x = torch.zeros(8), torch.ones(8)
+    bad = [
+        (total.double(), x, "dtype"), (total, x.long(), "dtype"), (total, x[:7], "lengths differ"),
+        (total, torch.ones(16)[::2], "strided"), (total, total, "overlap"), (total.view(2, 4), x, "one dimension"),
+    ]  # fmt: skip
+    for a, b, says in bad:
+        with pytest.raises(InputError, match=says):
+            kernels.accumulate(a, b)
+    frozen = total.numpy().copy()
+    frozen.flags.writeable = False
+    with pytest.raises(InputError, match="read-only"):
+        kernels.accumulate(frozen, x)
+    assert not total.any()
