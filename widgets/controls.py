@@ -170,6 +170,9 @@ class Controls(W.VBox):  # type: ignore[misc]
                     put()
             for field, knob in self.knobs.items():
                 knob.explain(p, s.why_fixed(field))
+            # One screen holds what does something; these two do nothing otherwise.
+            for field, matters in (("undo", p.speculate != "off"), ("accumulate_on", p.accumulation > 1)):
+                self.knobs[field].layout.display = None if matters else "none"
         finally:
             self._quiet = False
 

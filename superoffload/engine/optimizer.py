@@ -61,6 +61,10 @@ class OffloadAdamW(torch.optim.Optimizer):
     `load_state_dict()`, call `synchronize()`: between the first gradient and the next forward the worker writes them
     too. A write that raced with it raises at the next call.
 
+    A graph that uses a weight without contributing to its gradient (`weight.detach()`) raises where it would read the
+    weight after its update; one that hides the use from autograd (`weight.data`, a plain attribute of a custom
+    Function) needs `speculate="off"`.
+
     Raises:
         InputError: a parameter list instead of the model, a parameter that is not the model's, an unknown plan field.
         NotSupported: a plan that this version can simulate but not run.

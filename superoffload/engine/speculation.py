@@ -20,6 +20,9 @@ from superoffload.plan import Speculate
 
 CLIP_RATE_WEIGHT = 0.1
 """Weight of the newest step in the running rate of clipped and skipped steps."""
+EXTRA_WEIGHT = 0.25
+"""Weight of the newest sample in the running cost of a wrong guess: one that was measured while the machine did
+something else must not decide."""
 ASSUMED_EXTRA = 0.25
 """What a wrong guess costs, as a fraction of what a right one saves, until it has been measured."""
 LEAST_EXTRA = 0.15
@@ -46,8 +49,14 @@ class Gate:
         wrong = record.verdict != "commit"
         self.clip_rate += CLIP_RATE_WEIGHT * (float(wrong) - self.clip_rate)
         if record.undone and record.speculated_s > 0:
-            due = record.speculated_s * record.undone / record.speculated
-            self.extra = max(LEAST_EXTRA, (record.undo_s - due) / record.speculated_s)
+            # A skipped step would have cost nothing, a clipped one what a step costs.
+            due = record.speculated_s * record.undone / record.speculated if record.verdict == "clip" else 0.0
+            seen = max(LEAST_EXTRA, (record.undo_s - due) / record.speculated_s)
+            self.extra += EXTRA_WEIGHT * (seen - self.extra)
+
+    def cancelled(self) -> None:
+        """A step was speculated on and taken back before `step()`: a wrong guess too."""
+        self.clip_rate += CLIP_RATE_WEIGHT * (1.0 - self.clip_rate)
 
     @property
     def open(self) -> bool:

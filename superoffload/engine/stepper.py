@@ -211,6 +211,7 @@ class Engine:
         if not self.speculation.open:
             return
         with uninterrupted():
+            self.gate.cancelled()
             edited = set(self.weights.edited())
             with profiled("take back speculation"):
                 sent_again = self.speculation.cancel()

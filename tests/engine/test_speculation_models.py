@@ -276,8 +276,21 @@ def test_the_gate_follows_the_rate_and_the_cost():
     assert opened == 3
     cheap, dear = Gate("auto", clips=False), Gate("auto", clips=False)
     for gate, undo_s in ((cheap, 1.0), (dear, 3.0)):  # undone and redone within a step's time, and in three times that
+        before = gate.extra
         gate.observe(_record("clip", 10, 10, speculated_s=1.0, undo_s=undo_s))
-    assert cheap.extra < 0.25 < dear.extra == pytest.approx(2.0)
+        assert abs(gate.extra - before) < 0.25 * 2.0, "one sample does not decide"
+        for _ in range(20):
+            gate.observe(_record("clip", 10, 10, speculated_s=1.0, undo_s=undo_s))
+            gate.clip_rate = 0.0
+    assert cheap.extra < 0.25 < dear.extra == pytest.approx(2.0, rel=0.01)
+    skips = Gate("auto", clips=False)
+    for _ in range(20):  # where nothing was due, all of the undoing is extra
+        skips.observe(_record("skip", 10, 10, speculated_s=1.0, undo_s=1.0))
+    assert skips.extra == pytest.approx(1.0, rel=0.01)
+    often = Gate("auto", clips=False)
+    for _ in range(30):  # taken back before step(), again and again
+        often.cancelled()
+    assert not often.open
     for gate in (cheap, dear):
         for _ in range(5):
             gate.observe(_record("clip"))

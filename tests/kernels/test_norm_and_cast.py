@@ -114,11 +114,29 @@ def test_accumulate_is_one_rounded_addition(dtype, n, start):
             assert torch.equal(got.view(torch.int32), expected.view(torch.int32)), isa
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_accumulate_keeps_what_is_not_finite(dtype):
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([inf, -inf, nan, inf, 1.0, 1.0, 1.0] * 5, dtype=dtype)
+    total = torch.tensor([1.0, 1.0, 1.0, -inf, inf, -inf, nan] * 5)
+    expected = total + x.float()
+    for isa in kernels.capabilities()["isas"]:
+        with kernels.force_isa(isa):
+            got = total.clone()
+            kernels.accumulate(got, x)
+            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)  # which NaN is not promised
+    largest = torch.full((20,), 3e38)
+    kernels.accumulate(largest, torch.full((20,), 3e38))
+    assert torch.isinf(largest).all()
+
+
 def test_accumulate_refuses():
     total, x = torch.zeros(8), torch.ones(8)
     bad = [
         (total.double(), x, "dtype"), (total, x.long(), "dtype"), (total, x[:7], "lengths differ"),
-        (total, torch.ones(16)[::2], "strided"), (total, total, "overlap"), (total.view(2, 4), x, "one dimension"),
+        (total, torch.ones(16)[::2], "strided"), (torch.ones(16)[::2], x, "strided"), (total.half(), x, "dtype"),
+        (torch.zeros(8, device="meta"), x, "is on meta"), (torch.zeros(8).requires_grad_(), x, "requires grad"),
+        (total, total, "overlap"), (total.view(2, 4), x, "one dimension"),
     ]  # fmt: skip
     for a, b, says in bad:
         with pytest.raises(InputError, match=says):

@@ -275,6 +275,18 @@ def test_simulated_only_agrees_with_the_engine(fields: dict[str, Any]) -> None:
         assert resolve_plan(plan, {}) == plan
 
 
+def test_knobs_that_do_nothing_are_out_of_sight(tuner: Tuner) -> None:
+    knobs = tuner.controls.knobs
+    tuner.controls.speculate.value = "off"
+    assert knobs["undo"].layout.display == knobs["accumulate_on"].layout.display == "none"
+    tuner.controls.speculate.value = "on"
+    tuner.controls.accumulation.value = 4
+    assert knobs["undo"].layout.display is knobs["accumulate_on"].layout.display is None
+    tuner.controls.accumulate_on.value = "cpu"
+    tuner.controls.undo.value = "snapshot"
+    assert (tuner.plan.accumulate_on, tuner.plan.undo) == ("cpu", "snapshot")
+
+
 def test_auto_hands_one_knob_back(tuner: Tuner) -> None:
     chosen = tuner.plan.retained_buckets
     tuner.controls.retained.value = chosen + 9
