@@ -52,8 +52,12 @@ def test_accumulation_under_any_plan(hint):
     data = batches(8, device="cuda")
     reference = run_plan(torch.bfloat16, data, device="cuda", accumulation=2, bucket_mb=64)
     for name in ("many buckets", "half retained", "casts on the GPU", "slow worker"):
-        got = run_plan(torch.bfloat16, data, device="cuda", accumulation=2, hint=hint, **PLANS[name])
-        assert got == reference, name
+        for where in ("gpu", "cpu"):
+            got = run_plan(
+                torch.bfloat16, data, device="cuda", accumulation=2, hint=hint, accumulate_on=where, speculate="on",
+                **PLANS[name],
+            )  # fmt: skip
+            assert got == reference, (name, where)
 
 
 def test_delayed_streams_change_nothing(monkeypatch):

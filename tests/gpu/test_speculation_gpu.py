@@ -17,6 +17,7 @@ PLANS = {
     "casts on the GPU": dict(bucket_mb=0.1, cast_down="gpu", cast_up="gpu", retained_buckets=3),
     "many threads": dict(bucket_mb=0.3, adam_threads=8),
     "slow worker": dict(bucket_mb=0.05, delay_us=2000),
+    "snapshots": dict(bucket_mb=0.05, retained_buckets=4, undo="snapshot"),
 }
 
 
