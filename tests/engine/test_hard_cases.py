@@ -52,6 +52,31 @@ def test_an_optimizer_may_go_while_its_update_runs(ending):
     assert out.strip() == "alive"
 
 
+def test_an_optimizer_dropped_in_mid_update_leaves_the_whole_step():
+    """The verdict is known, some buckets are updated, others wait: all of them get there."""
+
+    def run(ending):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(700, 700, bias=False)
+        opt = OffloadAdamW(model, bucket_mb=0.25, lr=0.1)
+        for _ in range(2):
+            model(torch.ones(1, 700)).sum().backward()
+            opt.step()
+        opt.synchronize()
+        opt.engine.worker.set_delay_us(5000)
+        before = model.weight.detach().clone()
+        model(torch.ones(1, 700)).sum().backward()
+        opt.step()
+        opt.engine.worker.wait_verdict(opt.engine.sequence)
+        ending(opt)
+        del opt
+        gc.collect()
+        assert not torch.equal(before, model.weight)
+        return model.weight.detach().clone()
+
+    assert torch.equal(run(lambda opt: None), run(lambda opt: opt.synchronize()))
+
+
 def test_a_forked_child_may_leave():
     out = _in_a_process("""
         import os, sys, torch
