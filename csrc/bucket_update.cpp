@@ -191,6 +191,7 @@ std::int64_t BucketUpdate::speculate(const BucketDesc& b, std::int32_t bucket, c
 }
 
 void BucketUpdate::step_waiting(const BucketDesc& b, std::int32_t bucket, const StepDesc& step, float scale) {
+  if (b.snapshot_p) return;  // no tile of it waits, and it has no record to ask
   const std::vector<AdamScalars> s = scalars(b, step, scale, 0);
   std::vector<Tile> tiles;
   for (const Tile& t : tiles_of(b))

@@ -1,4 +1,4 @@
-// Adam over one bucket in its four forms: plain, with an undo record, undone, and undone and taken again.
+// Adam over one bucket in its four forms: plain, such that it can be undone, undone, and undone and taken again.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,8 @@ class BucketUpdate {
   // The step's final update: parameters that are not active in it are left alone.
   void step(const BucketDesc& b, std::int32_t bucket, const StepDesc& step, float scale);
   // The same for a step that has not been judged: every parameter counts as active and as one step further than
-  // `steps` says, and the bucket's record is written. Returns how many tiles could not be stepped.
+  // `steps` says, and the bucket's record or snapshot is written. Returns how many tiles could not be stepped: none
+  // with a snapshot.
   std::int64_t speculate(const BucketDesc& b, std::int32_t bucket, const StepDesc& step, float scale);
   // Steps the tiles that `speculate` left alone, with the arguments it had; to be called after the steps were counted.
   void step_waiting(const BucketDesc& b, std::int32_t bucket, const StepDesc& step, float scale);

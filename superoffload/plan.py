@@ -41,7 +41,7 @@ class Plan(Record):
     undo: Undo = "record"
     """How a speculative step is taken back: `record` writes 3 bytes per parameter and lists what they cannot repair
     (3.6 B/param of host memory), `snapshot` copies master weights and moments before the step (12 B/param): exact by
-    construction, what the record is tested against, and slower."""
+    construction, never leaves a tile waiting for the verdict, what the record is tested against, and slower."""
     adam_threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads of the Adam pool."""
     activations: Activations = "full"

@@ -237,16 +237,16 @@ class _Chooser:
         return plan.model_copy(update={"flow_blocks": spread_layers(self.profile, count)})
 
     def _speculation(self, plan: Plan) -> Plan:
-        """Speculate where that shortens a step that commits, and its records fit the host's memory."""
+        """Speculate where that shortens a step that commits, and what undoes it fits the host's memory."""
         waiting = plan.model_copy(update={"speculate": "off"})
         ahead, behind = self._seconds(plan), self._seconds(waiting)
-        record = format_bytes(ledger(self.profile, plan).total("host") - ledger(self.profile, waiting).total("host"))
+        size = format_bytes(ledger(self.profile, plan).total("host") - ledger(self.profile, waiting).total("host"))
         times = f"a step that commits takes {format_seconds(ahead)}, one that waits {format_seconds(behind)}"
         if self._host_over(plan) > 0 >= self._host_over(waiting):
-            self.reasons["speculate"] = f"off: its undo records ({record}) do not fit the host's memory; {times}"
+            self.reasons["speculate"] = f"off: its undo {plan.undo}s ({size}) do not fit the host's memory; {times}"
             return waiting
         if behind <= ahead * GOOD_ENOUGH:
-            self.reasons["speculate"] = f"off: {times}, which is not worth undo records of {record}"
+            self.reasons["speculate"] = f"off: {times}, which is not worth undo {plan.undo}s of {size}"
             return waiting
         self.reasons["speculate"] = f"auto: {times}; the engine waits while most steps are clipped"
         return plan
