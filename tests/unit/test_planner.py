@@ -7,11 +7,12 @@ import pytest
 
 from superoffload import graph, planner, simulator
 from superoffload.errors import DoesNotFit, InputError
-from superoffload.fitting import spread_layers
-from superoffload.memory import ledger
+from superoffload.fitting import nearest_fit, spread_layers
+from superoffload.memory import HOST_RESERVE_BYTES, ledger
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
 from superoffload.profiler import Profile, estimate
+from superoffload.units import GB
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,17 @@ def test_flow_and_buckets_aliases(bench: Profile) -> None:
 def test_bad_knobs_are_refused(bench: Profile, knobs: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         make_plan(bench, **knobs)
+
+
+@pytest.mark.parametrize("speculate", ["on", "auto"])
+def test_where_snapshots_do_not_fit_records_are_nearest(tiny: ModuleType, speculate: str) -> None:
+    n = tiny.BUCKET_PARAMS
+    asked = tiny.plan(speculate=speculate, undo="snapshot", activations="full")
+    host = (HOST_RESERVE_BYTES + 8 * n * (16 + 4)) / GB  # state and transit 16, a record 3.6, a snapshot 12
+    gpu = ledger(tiny.profile(tiny.hardware(), layers=8), asked).total("gpu") / GB  # no room to retain more buckets
+    profile = tiny.profile(tiny.hardware(host_gb=host, gpu_gb=gpu), layers=8)
+    assert not ledger(profile, asked).fits
+    assert nearest_fit(profile, asked) == asked.model_copy(update={"undo": "record"})
 
 
 def test_a_plan_that_does_not_fit_names_the_largest_item_and_the_nearest_that_fits() -> None:
