@@ -66,6 +66,32 @@ def test_every_kind_of_step(name, undo):
         assert seen["spike, clipped at the end"].waiting_tiles > 0, "no escape list was full"
 
 
+BRANCHES = tuple(
+    step
+    for kind in ("spike", "clipped half-way", "spike, clipped at the end", "nan last", "clipped at the end")
+    for step in (KINDS["commit"], KINDS[kind])
+)
+
+
+@pytest.mark.parametrize("down", ["gpu", "cpu", "fused"])
+@pytest.mark.parametrize("up", ["gpu", "cpu", "fused"])
+@pytest.mark.parametrize("retained", [0, 4])
+def test_a_snapshot_is_the_record_under_every_cast(down, up, retained):
+    """Both take ahead all that commits and take back all that does not; only a record leaves tiles waiting. How many
+    buckets clipping stops is a race in either: a gradient that spans some may arrive piece by piece."""
+    plan = {"bucket_mb": 0.05, "cast_down": down, "cast_up": up, "retained_buckets": retained}
+    runs = {u: same("mixed", BRANCHES, speculate="on", lockstep=True, undo=u, **plan) for u in ("record", "snapshot")}
+    record, snapshot = runs["record"].ledger, runs["snapshot"].ledger
+    for a, b in zip(record[1:], snapshot[1:], strict=True):
+        if a.verdict == "commit":
+            assert (b.speculated, b.undone) == (a.speculated, a.undone) == (snapshot[1].speculated, 0)
+        else:
+            assert a.undone == a.speculated > 0 and b.undone == b.speculated > 0
+    assert {r.verdict for r in snapshot if r.undone} == {"clip", "skip"}
+    assert record[1].speculated and record[1].waiting_tiles > 0, "the spike that commits filled no escape list"
+    assert not any(r.waiting_tiles for r in snapshot)
+
+
 FOUND: Counter[str] = Counter()
 
 

@@ -11,7 +11,8 @@ from tests.engine.common import digest, train
 from tests.engine.scenario import DATA, equal, in_both_modes, make, run_ahead, small, weights
 
 
-def test_zero_grad_without_step():
+@pytest.mark.parametrize("undo", ["record", "snapshot"])
+def test_zero_grad_without_step(undo):
     def scene(model, opt):
         before = run_ahead(model, opt)
         opt.zero_grad()
@@ -19,9 +20,9 @@ def test_zero_grad_without_step():
         train(model, opt, DATA[2:4])
 
     _, expected = in_both_modes(lambda model, opt: train(model, opt, DATA[2:4]))
-    in_both_modes(scene)
+    in_both_modes(scene, undo=undo)
     model = small()
-    with make(model) as opt:
+    with make(model, undo=undo) as opt:
         train(model, opt, DATA[:2])
         opt.synchronize()
         scene(model, opt)
@@ -183,9 +184,9 @@ HABITS = {
 }
 
 
-@pytest.mark.parametrize("retained", [0, 3])
+@pytest.mark.parametrize(("retained", "undo"), [(0, "record"), (3, "record"), (3, "snapshot")])
 @pytest.mark.parametrize("habit", HABITS)
-def test_between_backward_and_step(habit, retained):
+def test_between_backward_and_step(habit, retained, undo):
     def scene(model, opt):
         before = run_ahead(model, opt)
         seen = HABITS[habit](model, opt)
@@ -211,7 +212,9 @@ def test_between_backward_and_step(habit, retained):
         late = model.model.norm.weight
         rest = [p for p in model.parameters() if p is not late or habit != "add_param_group"]
         groups = [{"params": rest[:-6]}, {"params": rest[-6:], "lr": 2e-3}]
-        with make(model, params=groups, speculate=speculate, max_grad_norm=100.0, retained_buckets=retained) as opt:
+        with make(
+            model, params=groups, speculate=speculate, max_grad_norm=100.0, retained_buckets=retained, undo=undo
+        ) as opt:
             train(model, opt, DATA[:2])
             opt.synchronize()
             results.append((scene(model, opt), digest(model, opt)))

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from superoffload.errors import EngineError
+from superoffload.hardware import preset, preset_names
+from superoffload.memory import ledger
+from superoffload.profiler import BlockProfile, Profile
 from tests.engine.common import digest, train
-from tests.engine.scenario import DATA, equal, in_both_modes, make, run_ahead, small, weights
+from tests.engine.scenario import DATA, MODELS, equal, in_both_modes, make, run_ahead, small, weights
 
 
 @pytest.mark.parametrize("delay_us", [0, 2000])
@@ -142,18 +145,40 @@ def test_a_failure_while_speculating_surfaces_with_its_own_words(tmp_path):
 
 
 @pytest.mark.parametrize("undo", ["record", "snapshot"])
-def test_the_ledger_tells_beforehand_what_taking_back_needs(undo):
+@pytest.mark.parametrize("speculate", ["on", "auto", "off"])
+@pytest.mark.parametrize("model", [small, MODELS["float32"]])
+def test_the_ledger_tells_beforehand_what_taking_back_needs(model, speculate, undo):
     """What the planner's ledger counts for a plan is what the engine allocates."""
-    from superoffload.layout import TensorRef, cut_buckets
-    from superoffload.memory import _undo_bytes
+    with make(model(), undo=undo, speculate=speculate, retained_buckets=2) as opt:
+        told, found = ledger(_profile(opt), opt.plan), opt.memory()
+        buckets = opt.engine.arenas.cpu_buckets
+        name, elements = f"undo {undo}s", sum(b.layout.numel for b in buckets)
+        assert _bytes(told, name) == _bytes(found, name)
+        if speculate == "off":
+            assert _bytes(found, name) == 0 and all(b.undo is None for b in buckets)
+        elif undo == "snapshot":
+            assert _bytes(found, name) == 12 * elements
+        else:
+            assert 3 * elements < _bytes(found, name)
 
-    model = small()
-    with make(model, undo=undo, retained_buckets=2) as opt:
-        item = next(i for i in opt.memory().items if i.name == f"undo {undo}s")
-        params = opt.engine.params
-        refs = [TensorRef(p.index, p.block, p.numel, p.dtype) for p in reversed(params)]
-        layouts = [b.layout for b in opt.engine.arenas.cpu_buckets]
-        assert item.bytes == sum(_undo_bytes(b, undo) for b in layouts) > 0
-        assert len(cut_buckets(refs, 0.05)) == len(layouts) + 2
-    with make(small(), undo=undo, speculate="off") as opt:
-        assert next(i for i in opt.memory().items if i.name == f"undo {undo}s").bytes == 0
+
+def _bytes(account, name):
+    return sum(i.bytes for i in account.items if i.name == name)
+
+
+def _profile(opt):
+    """The profile of the optimizer's model, as far as the ledger's undo item looks at it."""
+    tensors = {}
+    for p in opt.engine.params:
+        tensors.setdefault(p.block, []).append(p)
+    blocks = tuple(
+        BlockProfile(
+            name=str(b), kind="layer", tensor_numels=tuple(p.numel for p in tensors[b]), dtype=tensors[b][0].dtype,
+            forward_s=1.0, backward_s=2.0, forward_flops=1.0, input_bytes=0, activation_bytes=0, working_bytes=0,
+        )
+        for b in sorted(tensors)
+    )  # fmt: skip
+    return Profile(
+        source="measured", model="small", model_fingerprint="f", micro_batch=1, seq_len=1, blocks=blocks,
+        model_flops=1.0, hardware=preset(preset_names()[0]),
+    )  # fmt: skip

@@ -66,6 +66,16 @@ def test_bytes_per_parameter_of_each_cast(
     assert step.seconds == pytest.approx((adam + cast) * n / 1e9)  # both rates are 1 GB/s here
 
 
+@pytest.mark.parametrize(("undo", "written"), [("record", 3), ("snapshot", 12)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_a_speculative_step_writes_beside_the_state(tiny: ModuleType, dtype: str, undo: str, written: int) -> None:
+    profile = tiny.profile(tiny.hardware(), layers=1)
+    profile = profile.replace(blocks=tuple(b.replace(dtype=dtype) for b in profile.blocks))
+    for speculate, more in (("on", written), ("off", 0)):
+        step = by_kind(graph.build(profile, tiny.plan(speculate=speculate, undo=undo)), "adam")[0]
+        assert step.dram_bytes == (28 + more) * tiny.BUCKET_PARAMS
+
+
 def test_float32_weights_cross_as_float32_whatever_the_casts(tiny: ModuleType) -> None:
     profile = tiny.profile(tiny.hardware(), layers=1)
     profile = profile.replace(blocks=tuple(b.replace(dtype="float32") for b in profile.blocks))
