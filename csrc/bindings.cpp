@@ -22,8 +22,6 @@ namespace nb = nanobind;
 
 namespace {
 
-constexpr std::size_t kTile = 16384;  // of casts and sums
-
 std::mutex shared_mutex;
 std::vector<int> shared_cores;
 
@@ -136,12 +134,7 @@ struct RecordArrays {
 // Calls f(tile, first element, elements) for every undo tile of n elements.
 template <class F>
 void for_each_tile(std::size_t n, int threads, F&& f) {
-  shared_pool(threads).for_each((n + so::kUndoTile - 1) / so::kUndoTile,
-                                [&](std::size_t i) {
-                                  const std::size_t from = i * so::kUndoTile, left = n - from;
-                                  f(i, from, left < so::kUndoTile ? left : so::kUndoTile);
-                                },
-                                threads);
+  shared_pool(threads).for_each_range(n, so::kUndoTile, f, threads);
 }
 
 }  // namespace
@@ -280,36 +273,29 @@ NB_MODULE(_kernels, m) {
     nb::gil_scoped_release release;
     const so::AccumulateFn accumulate = so::kernels().accumulate[dtype];
     const std::size_t size = so::dtype_bytes(dtype);
-    shared_pool(threads).for_each((n + kTile - 1) / kTile,
-                                  [&](std::size_t i) {
-                                    const std::size_t from = i * kTile, count = n - from < kTile ? n - from : kTile;
-                                    accumulate(at<float>(total) + from, at<char>(x) + from * size, count);
-                                  },
-                                  threads);
+    for_each_tile(n, threads, [&](std::size_t, std::size_t from, std::size_t count) {
+      accumulate(at<float>(total) + from, at<char>(x) + from * size, count);
+    });
   });
   m.def("cast", [](std::uintptr_t src, int sd, std::uintptr_t dst, int dd, std::size_t n, int threads) {
     nb::gil_scoped_release release;
     const so::CastFn cast = so::kernels().cast[sd][dd];
     const std::size_t ss = so::dtype_bytes(sd), ds = so::dtype_bytes(dd);
-    shared_pool(threads).for_each((n + kTile - 1) / kTile,
-                                  [&](std::size_t i) {
-                                    const std::size_t from = i * kTile, count = n - from < kTile ? n - from : kTile;
-                                    cast(at<char>(src) + from * ss, at<char>(dst) + from * ds, count);
-                                  },
-                                  threads);
+    for_each_tile(n, threads, [&](std::size_t, std::size_t from, std::size_t count) {
+      cast(at<char>(src) + from * ss, at<char>(dst) + from * ds, count);
+    });
   });
   // One partial per NORM_CHUNK elements of x, written to `partials` (float64).
   m.def("norm_partials", [](std::uintptr_t x, int dtype, std::size_t n, std::uintptr_t partials, int threads) {
     nb::gil_scoped_release release;
     const so::SumSqFn sum_sq = so::kernels().sum_sq[dtype];
     const std::size_t size = so::dtype_bytes(dtype);
-    shared_pool(threads).for_each((n + so::kNormChunk - 1) / so::kNormChunk,
-                                  [&](std::size_t i) {
-                                    const std::size_t from = i * so::kNormChunk, left = n - from;
-                                    at<double>(partials)[i] = sum_sq(at<char>(x) + from * size,
-                                                                     left < so::kNormChunk ? left : so::kNormChunk);
-                                  },
-                                  threads);
+    shared_pool(threads).for_each_range(
+        n, so::kNormChunk,
+        [&](std::size_t i, std::size_t from, std::size_t count) {
+          at<double>(partials)[i] = sum_sq(at<char>(x) + from * size, count);
+        },
+        threads);
   });
   m.def("combine_partials", [](std::uintptr_t partials, std::size_t n) {
     nb::gil_scoped_release release;

@@ -17,12 +17,17 @@ struct View {
   std::size_t n;
 };
 
-View view(const BucketDesc& b, const Tile& t, bool fused_out) {
+bool writes_with_adam(const BucketDesc& b) { return b.out && !b.out_separate; }
+
+// Of the weights that Adam writes in its own pass; fp32 stands for none.
+int weights_dtype(const BucketDesc& b) { return writes_with_adam(b) ? b.out_dtype : int(kF32); }
+
+View view(const BucketDesc& b, const Tile& t) {
   return {at<float>(b.master) + t.start,
           at<float>(b.exp_avg) + t.start,
           at<float>(b.exp_avg_sq) + t.start,
           at<char>(b.grad) + t.start * std::int64_t(dtype_bytes(b.grad_dtype)),
-          fused_out ? at<char>(b.out) + t.start * std::int64_t(dtype_bytes(b.out_dtype)) : nullptr,
+          writes_with_adam(b) ? at<char>(b.out) + t.start * std::int64_t(dtype_bytes(b.out_dtype)) : nullptr,
           std::size_t(t.numel)};
 }
 
@@ -30,6 +35,10 @@ UndoTile record_of(const BucketDesc& b, const Tile& t) {
   return {at<std::uint8_t>(b.undo_p) + t.start, at<std::uint8_t>(b.undo_m) + t.start,
           at<std::uint8_t>(b.undo_v) + t.start, at<Escape>(b.undo_escapes) + t.index * kEscapes,
           at<std::uint32_t>(b.undo_counts) + t.index};
+}
+
+void plain_step(const BucketDesc& b, const View& a, const AdamScalars& s) {
+  kernels().adam[b.grad_dtype][weights_dtype(b)](a.p, a.m, a.v, a.g, a.out, a.n, s);
 }
 
 // The two ways in which a tile's step can be taken back: the record of undo.h, and a copy of what was there before.
@@ -47,9 +56,6 @@ struct ByRecord {
 };
 
 struct BySnapshot {
-  static void plain(const BucketDesc& b, const View& a, const AdamScalars& s) {
-    kernels().adam[b.grad_dtype][a.out ? b.out_dtype : int(kF32)](a.p, a.m, a.v, a.g, a.out, a.n, s);
-  }
   static void restore(const BucketDesc& b, const Tile& t, const View& a) {
     std::memcpy(a.p, at<float>(b.snapshot_p) + t.start, a.n * sizeof(float));
     std::memcpy(a.m, at<float>(b.snapshot_m) + t.start, a.n * sizeof(float));
@@ -59,7 +65,7 @@ struct BySnapshot {
     std::memcpy(at<float>(b.snapshot_p) + t.start, a.p, a.n * sizeof(float));
     std::memcpy(at<float>(b.snapshot_m) + t.start, a.m, a.n * sizeof(float));
     std::memcpy(at<float>(b.snapshot_v) + t.start, a.v, a.n * sizeof(float));
-    plain(b, a, s);
+    plain_step(b, a, s);
     return true;
   }
   static void undo(const BucketDesc& b, const Tile& t, const View& a, const AdamScalars&) {
@@ -68,11 +74,9 @@ struct BySnapshot {
   }
   static void redo(const BucketDesc& b, const Tile& t, const View& a, const AdamScalars&, const AdamScalars& new_step) {
     restore(b, t, a);
-    plain(b, a, new_step);
+    plain_step(b, a, new_step);
   }
 };
-
-bool writes_with_adam(const BucketDesc& b) { return b.out && !b.out_separate; }
 
 }  // namespace
 
@@ -129,16 +133,23 @@ std::vector<AdamScalars> BucketUpdate::scalars(const BucketDesc& b, const StepDe
   return found;
 }
 
-void BucketUpdate::write_weights(const BucketDesc& b, std::int32_t bucket, std::int64_t sequence,
-                                 const std::vector<Tile>& tiles) {
+template <class F>
+void BucketUpdate::pass(SpanKind kind, const BucketDesc& b, std::int32_t bucket, std::int64_t sequence,
+                        const std::vector<Tile>& tiles, F&& f) {
+  const std::int64_t begin = now_ns();
+  pool_.for_each(tiles.size(), [&](std::size_t i) { f(tiles[i], view(b, tiles[i])); });
+  spans_.add(kind, bucket, sequence, begin);
+}
+
+template <class F>
+void BucketUpdate::update(SpanKind kind, const BucketDesc& b, std::int32_t bucket, std::int64_t sequence,
+                          const std::vector<Tile>& tiles, F&& f) {
+  pass(kind, b, bucket, sequence, tiles, f);
   if (!b.out || !b.out_separate) return;
   const CastFn cast = kernels().cast[kF32][b.out_dtype];
-  const std::int64_t size = std::int64_t(dtype_bytes(b.out_dtype)), begin = now_ns();
-  pool_.for_each(tiles.size(), [&](std::size_t i) {
-    const Tile& t = tiles[i];
-    cast(at<float>(b.master) + t.start, at<char>(b.out) + t.start * size, std::size_t(t.numel));
-  });
-  spans_.add(kSpanCastWeights, bucket, sequence, begin);
+  const std::int64_t size = std::int64_t(dtype_bytes(b.out_dtype));
+  pass(kSpanCastWeights, b, bucket, sequence, tiles,
+       [&](const Tile& t, const View& a) { cast(a.p, at<char>(b.out) + t.start * size, a.n); });
 }
 
 void BucketUpdate::step(const BucketDesc& b, std::int32_t bucket, const StepDesc& step, float scale) {
@@ -150,25 +161,15 @@ void BucketUpdate::step(const BucketDesc& b, std::int32_t bucket, const StepDesc
     if (active[b.segments[t.segment].param]) tiles.push_back(t);  // no gradient, no update: as torch does
 
   if (b.grad_cast) {
-    const std::int64_t begin = now_ns(), size = std::int64_t(dtype_bytes(b.grad_dtype));
-    pool_.for_each(tiles.size(), [&](std::size_t i) {
-      const Tile& t = tiles[i];
-      k.cast[b.grad_dtype][kF32](at<char>(b.grad) + t.start * size, at<float>(b.grad_cast) + t.start,
-                                 std::size_t(t.numel));
-    });
-    spans_.add(kSpanCastGrad, bucket, step.sequence, begin);
+    const CastFn cast = k.cast[b.grad_dtype][kF32];
+    pass(kSpanCastGrad, b, bucket, step.sequence, tiles,
+         [&](const Tile& t, const View& a) { cast(a.g, at<float>(b.grad_cast) + t.start, a.n); });
   }
-  const bool fused = writes_with_adam(b);
-  const AdamFn adam = k.adam[b.grad_cast ? int(kF32) : b.grad_dtype][fused ? b.out_dtype : int(kF32)];
-  const std::int64_t begin = now_ns();
-  pool_.for_each(tiles.size(), [&](std::size_t i) {
-    const Tile& t = tiles[i];
-    const View a = view(b, t, fused);
+  const AdamFn adam = k.adam[b.grad_cast ? int(kF32) : b.grad_dtype][weights_dtype(b)];
+  update(kSpanAdam, b, bucket, step.sequence, tiles, [&](const Tile& t, const View& a) {
     adam(a.p, a.m, a.v, b.grad_cast ? static_cast<const void*>(at<float>(b.grad_cast) + t.start) : a.g, a.out, a.n,
          s[t.segment]);
   });
-  spans_.add(kSpanAdam, bucket, step.sequence, begin);
-  write_weights(b, bucket, step.sequence, tiles);
 }
 
 // From here on the gradient is always cast inside the pass: the bits are those of a cast before it, and the scratch of
@@ -176,17 +177,11 @@ void BucketUpdate::step(const BucketDesc& b, std::int32_t bucket, const StepDesc
 
 std::int64_t BucketUpdate::speculate(const BucketDesc& b, std::int32_t bucket, const StepDesc& step, float scale) {
   const std::vector<AdamScalars> s = scalars(b, step, scale, 1);
-  const std::vector<Tile> tiles = tiles_of(b);
-  const bool fused = writes_with_adam(b);
   const auto step_tile = b.snapshot_p ? BySnapshot::step : ByRecord::step;
   std::atomic<std::int64_t> waiting{0};
-  const std::int64_t begin = now_ns();
-  pool_.for_each(tiles.size(), [&](std::size_t i) {
-    const Tile& t = tiles[i];
-    if (!step_tile(b, t, view(b, t, fused), s[t.segment])) waiting.fetch_add(1, std::memory_order_relaxed);
+  update(kSpanAdam, b, bucket, step.sequence, tiles_of(b), [&](const Tile& t, const View& a) {
+    if (!step_tile(b, t, a, s[t.segment])) waiting.fetch_add(1, std::memory_order_relaxed);
   });
-  spans_.add(kSpanAdam, bucket, step.sequence, begin);
-  write_weights(b, bucket, step.sequence, tiles);
   return waiting.load();
 }
 
@@ -196,44 +191,23 @@ void BucketUpdate::step_waiting(const BucketDesc& b, std::int32_t bucket, const 
   std::vector<Tile> tiles;
   for (const Tile& t : tiles_of(b))
     if (*record_of(b, t).count == kNotStepped) tiles.push_back(t);
-  const bool fused = writes_with_adam(b);
-  const AdamFn adam = kernels().adam[b.grad_dtype][fused ? b.out_dtype : int(kF32)];
-  const std::int64_t begin = now_ns();
-  pool_.for_each(tiles.size(), [&](std::size_t i) {
-    const View a = view(b, tiles[i], fused);
-    adam(a.p, a.m, a.v, a.g, a.out, a.n, s[tiles[i].segment]);
-  });
-  spans_.add(kSpanAdam, bucket, step.sequence, begin);
-  write_weights(b, bucket, step.sequence, tiles);
+  update(kSpanAdam, b, bucket, step.sequence, tiles,
+         [&](const Tile& t, const View& a) { plain_step(b, a, s[t.segment]); });
 }
 
 void BucketUpdate::undo(const BucketDesc& b, std::int32_t bucket, const StepDesc& taken, float scale) {
   const std::vector<AdamScalars> s = scalars(b, taken, scale, 1);
-  const std::vector<Tile> tiles = tiles_of(b);
-  const bool fused = writes_with_adam(b);
   const auto undo_tile = b.snapshot_p ? BySnapshot::undo : ByRecord::undo;
-  const std::int64_t begin = now_ns();
-  pool_.for_each(tiles.size(), [&](std::size_t i) {
-    const Tile& t = tiles[i];
-    undo_tile(b, t, view(b, t, fused), s[t.segment]);
-  });
-  spans_.add(kSpanUndo, bucket, taken.sequence, begin);
-  write_weights(b, bucket, taken.sequence, tiles);
+  update(kSpanUndo, b, bucket, taken.sequence, tiles_of(b),
+         [&](const Tile& t, const View& a) { undo_tile(b, t, a, s[t.segment]); });
 }
 
 void BucketUpdate::redo(const BucketDesc& b, std::int32_t bucket, const StepDesc& taken, float taken_scale,
                         const StepDesc& step, float scale) {
   const std::vector<AdamScalars> old_step = scalars(b, taken, taken_scale, 0), new_step = scalars(b, step, scale, 0);
-  const std::vector<Tile> tiles = tiles_of(b);
-  const bool fused = writes_with_adam(b);
   const auto redo_tile = b.snapshot_p ? BySnapshot::redo : ByRecord::redo;
-  const std::int64_t begin = now_ns();
-  pool_.for_each(tiles.size(), [&](std::size_t i) {
-    const Tile& t = tiles[i];
-    redo_tile(b, t, view(b, t, fused), old_step[t.segment], new_step[t.segment]);
-  });
-  spans_.add(kSpanUndo, bucket, step.sequence, begin);
-  write_weights(b, bucket, step.sequence, tiles);
+  update(kSpanUndo, b, bucket, step.sequence, tiles_of(b),
+         [&](const Tile& t, const View& a) { redo_tile(b, t, a, old_step[t.segment], new_step[t.segment]); });
 }
 
 }  // namespace so

@@ -39,7 +39,14 @@ class BucketUpdate {
 
  private:
   std::vector<AdamScalars> scalars(const BucketDesc& b, const StepDesc& step, float scale, std::int64_t ahead) const;
-  void write_weights(const BucketDesc& b, std::int32_t bucket, std::int64_t sequence, const std::vector<Tile>& tiles);
+  // One walk over some tiles on all threads, f(tile, its arrays), with its span.
+  template <class F>
+  void pass(SpanKind kind, const BucketDesc& b, std::int32_t bucket, std::int64_t sequence,
+            const std::vector<Tile>& tiles, F&& f);
+  // The same for one that changes the master, and the 16-bit weights after it where they are cast separately.
+  template <class F>
+  void update(SpanKind kind, const BucketDesc& b, std::int32_t bucket, std::int64_t sequence,
+              const std::vector<Tile>& tiles, F&& f);
 
   Pool& pool_;
   SpanLog& spans_;

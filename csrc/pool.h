@@ -37,6 +37,16 @@ class Pool {
   void for_each(std::size_t tiles, F&& f, int limit = 0) {
     run(tiles, [](void* c, std::size_t i) { (*static_cast<F*>(c))(i); }, &f, limit);
   }
+  // The same for n elements, `size` of them at a time: f(tile, first element, elements).
+  template <class F>
+  void for_each_range(std::size_t n, std::size_t size, F&& f, int limit = 0) {
+    for_each((n + size - 1) / size,
+             [&](std::size_t i) {
+               const std::size_t from = i * size, left = n - from;
+               f(i, from, left < size ? left : size);
+             },
+             limit);
+  }
 
  private:
   // Where one thread sleeps; on a cache line of its own, since whoever wakes it writes there.

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "undo.h"
+
 namespace so {
 
 void Uploader::check(int code, const char* what) const {
@@ -52,7 +54,6 @@ void Uploader::upload(const BucketDesc& b, std::int32_t bucket, std::int64_t seq
 }
 
 void Uploader::upload_on_host(const BucketDesc& b, std::int32_t bucket, std::int64_t sequence) {
-  constexpr std::size_t kTile = 16384;
   std::int64_t begin = now_ns();
   std::memcpy(at<void>(b.stage ? b.stage : b.upload_to), at<void>(b.upload_from), std::size_t(b.upload_bytes));
   spans_.add(kSpanUpload, bucket, sequence, begin);
@@ -60,9 +61,8 @@ void Uploader::upload_on_host(const BucketDesc& b, std::int32_t bucket, std::int
   begin = now_ns();
   const CastFn cast = kernels().cast[kF32][b.out_dtype];
   const std::size_t n = std::size_t(b.stage_numel), size = dtype_bytes(b.out_dtype);
-  pool_.for_each((n + kTile - 1) / kTile, [&](std::size_t i) {
-    const std::size_t from = i * kTile, left = n - from;
-    cast(at<float>(b.stage) + from, at<char>(b.upload_to) + from * size, left < kTile ? left : kTile);
+  pool_.for_each_range(n, kUndoTile, [&](std::size_t, std::size_t from, std::size_t count) {
+    cast(at<float>(b.stage) + from, at<char>(b.upload_to) + from * size, count);
   });
   spans_.add(kSpanCastUpload, bucket, sequence, begin);
 }

@@ -131,9 +131,8 @@ class Speculation:
         self._blocks.clear()
 
     def cancel(self) -> list[BucketState]:
-        """Take back what was speculated and wait for that; returns the buckets whose weights were sent again."""
-        if not self.open:
-            return []
+        """Take back what an open step has speculated and wait for that; returns the buckets whose weights were sent
+        again."""
         self._worker.cancel()
         arrived = list(self.arrived)
         self.submitted()

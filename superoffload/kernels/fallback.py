@@ -15,70 +15,11 @@ from typing import Any
 import numpy as np
 
 from superoffload.kernels.arguments import StepArguments
-from superoffload.kernels.reference import (
-    COMBINE_LANES,
-    NORM_CHUNK,
-    NORM_LANES,
-    UNDO_ESCAPES,
-    UNDO_TILE,
-    accumulate,
-    active_isa,
-    adam_record,
-    adam_record_split,
-    adam_scalars,
-    adam_step,
-    adam_step_split,
-    adam_stream,
-    adam_undo,
-    adam_undo_split,
-    any_sign,
-    cast,
-    combine_partials,
-    force_isa,
-    isas,
-    join,
-    norm_partials,
-    split,
-    split_failures,
-)
-from superoffload.kernels.reference_step import _F32, Array, _adam, _at
+from superoffload.kernels.reference import *  # noqa: F403
+from superoffload.kernels.reference import adam_scalars, cast, combine_partials
+from superoffload.kernels.reference_step import _ESCAPE, _F32, Array, _adam, _at
 
-UNDO_ESCAPE_BYTES = 16
-
-__all__ = [
-    "COMBINE_LANES",
-    "NORM_CHUNK",
-    "NORM_LANES",
-    "UNDO_ESCAPES",
-    "UNDO_ESCAPE_BYTES",
-    "UNDO_TILE",
-    "BucketDesc",
-    "CudaApi",
-    "StepDesc",
-    "Worker",
-    "accumulate",
-    "active_isa",
-    "adam_record",
-    "adam_record_split",
-    "adam_scalars",
-    "adam_step",
-    "adam_step_split",
-    "adam_stream",
-    "adam_undo",
-    "adam_undo_split",
-    "any_sign",
-    "bind_cores",
-    "bind_memory",
-    "cast",
-    "combine_partials",
-    "first_touch",
-    "force_isa",
-    "isas",
-    "join",
-    "norm_partials",
-    "split",
-    "split_failures",
-]  # fmt: skip
+UNDO_ESCAPE_BYTES = _ESCAPE.itemsize
 
 
 @dataclass

@@ -14,7 +14,6 @@ from superoffload.errors import InputError
 from superoffload.kernels import check_arrays, native, resolve_threads
 from superoffload.kernels.arguments import StepArguments, StepOptions, step_arguments
 
-_ESCAPE_BYTES = 16
 _LINE_BYTES = 64
 
 
@@ -25,7 +24,7 @@ class UndoRecord:
         tiles = -(-n // native.UNDO_TILE)
         self.n = n
         self._low = [_aligned_bytes(n) for _ in range(3)]
-        self._escapes = _aligned_bytes(tiles * native.UNDO_ESCAPES * _ESCAPE_BYTES)
+        self._escapes = _aligned_bytes(tiles * native.UNDO_ESCAPES * native.UNDO_ESCAPE_BYTES)
         self._counts = np.zeros(tiles, dtype=np.uint32)
         self._step: StepArguments | None = None
 

@@ -248,7 +248,8 @@ class _Run:
 
 def _cost(opt: OffloadAdamW) -> dict[str, Any]:
     """What the last finished step speculated, and what it cost."""
-    record = opt.ledger[-1] if opt.ledger else None
+    ledger = opt.ledger
+    record = ledger[-1] if ledger else None
     return {k: getattr(record, k, None) for k in ("speculated", "undone", "speculated_s", "undo_s", "waited_s")}
 
 

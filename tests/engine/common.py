@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import random
+import signal
+import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
@@ -87,6 +92,57 @@ def digest(model: nn.Module, optimizer: OffloadAdamW) -> str:
         for kind in ("master", "exp_avg", "exp_avg_sq"):
             h.update(engine.weights.gather(p, kind).contiguous().view(torch.uint8).numpy().tobytes())
     return h.hexdigest()
+
+
+class Interrupted(NamedTuple):
+    """What came of trainings that SIGINT was sent to."""
+
+    interrupted: int
+    """How many it stopped."""
+    ahead: int
+    """How many of them stood before a step that had begun to speculate."""
+
+
+def interrupt_at_random(
+    request: pytest.FixtureRequest,
+    make: Callable[[], tuple[nn.Module, OffloadAdamW]],
+    data: list[torch.Tensor],
+    *,
+    rounds: int,
+    between_s: tuple[float, float],
+    seed: int,
+) -> Interrupted:
+    """Train over `data` again and again with a SIGINT at a random moment; after zero_grad() the bits must be those of
+    a step boundary, and training must go on from there as if nothing had been."""
+    expected: dict[int, str] = {}
+    model, opt = make()
+    with opt:
+        for i, x in enumerate(data):
+            train(model, opt, [x])
+            expected[i + 1] = digest(model, opt)
+    rng, interrupted, ahead = random.Random(seed), 0, 0
+    # A process started in the background ignores SIGINT, and Python leaves it so.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
+    for _ in range(rounds):
+        model, opt = make()
+        with opt:
+            opt.engine.worker.set_delay_us(300)
+            timer = threading.Timer(rng.uniform(*between_s), os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            try:
+                train(model, opt, data)
+                timer.join()
+            except KeyboardInterrupt:
+                interrupted += 1
+            ahead += opt.engine.speculation.open
+            opt.zero_grad()
+            done = opt.stats.step
+            if done:
+                assert digest(model, opt) == expected[done]
+            train(model, opt, data[done:])
+            assert digest(model, opt) == expected[len(data)]
+    return Interrupted(interrupted, ahead)
 
 
 def run_plan(dtype: torch.dtype, data: list[torch.Tensor], *, device: str = "cpu", delay_us: int = 0, accumulation: int = 1, hint: bool = True, lr: float = 1e-3, model: Callable[..., nn.Module] = llama, **kwargs: Any) -> tuple[str, list[float]]:  # fmt: skip  # noqa: E501

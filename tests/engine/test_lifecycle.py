@@ -11,7 +11,7 @@ from torch import nn
 
 from superoffload.engine import OffloadAdamW
 from superoffload.errors import EngineError, InputError, NotSupported
-from tests.engine.common import batches, digest, llama, train
+from tests.engine.common import batches, digest, interrupt_at_random, llama, train
 
 DATA = batches(6)
 
@@ -347,38 +347,13 @@ def test_a_worker_failure_surfaces_with_its_own_words_and_nothing_is_saved(tmp_p
 
 def test_ctrl_c_leaves_a_step_boundary(request):
     """SIGINT at random moments of training; afterwards training goes on as if it had not been, step by step."""
-    import os
-    import random
-    import signal
 
-    expected: dict[int, str] = {}
-    model = llama(torch.bfloat16)
-    with make(model, retained_buckets=3) as opt:
-        for i, x in enumerate(DATA):
-            train(model, opt, [x])
-            expected[i + 1] = digest(model, opt)
-    rng, interrupted = random.Random(0), 0
-    # A process started in the background ignores SIGINT, and Python leaves it so.
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
-    for _ in range(12):
+    def fresh():
         model = llama(torch.bfloat16)
-        with make(model, retained_buckets=3) as opt:
-            opt.engine.worker.set_delay_us(300)
-            timer = threading.Timer(rng.uniform(0.001, 0.05), os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
-            try:
-                train(model, opt, DATA)
-                timer.join()
-            except KeyboardInterrupt:
-                interrupted += 1
-            opt.zero_grad()
-            done = opt.stats.step
-            if done:
-                assert digest(model, opt) == expected[done]
-            train(model, opt, DATA[done:])
-            assert digest(model, opt) == expected[len(DATA)]
-    assert interrupted > 3
+        return model, make(model, retained_buckets=3)
+
+    found = interrupt_at_random(request, fresh, DATA, rounds=12, between_s=(0.001, 0.05), seed=0)
+    assert found.interrupted > 3
 
 
 def test_closing_wakes_a_waiting_thread():

@@ -2,10 +2,6 @@
 
 import contextlib
 import gc
-import os
-import random
-import signal
-import threading
 
 import pytest
 import torch
@@ -14,7 +10,7 @@ from superoffload.errors import EngineError
 from superoffload.hardware import preset, preset_names
 from superoffload.memory import ledger
 from superoffload.profiler import BlockProfile, Profile
-from tests.engine.common import digest, train
+from tests.engine.common import interrupt_at_random, train
 from tests.engine.scenario import DATA, MODELS, equal, in_both_modes, make, run_ahead, small, weights
 
 
@@ -93,34 +89,13 @@ def test_the_end_between_backward_and_step(ending, delay_us):
 
 def test_ctrl_c_while_steps_are_speculated(request):
     """SIGINT at random moments; zero_grad then is all it takes to stand at a step boundary."""
-    expected: dict[int, str] = {}
-    model = small()
-    with make(model, retained_buckets=3) as opt:
-        for i, x in enumerate(DATA):
-            train(model, opt, [x])
-            expected[i + 1] = digest(model, opt)
-    rng, interrupted, ahead = random.Random(1), 0, 0
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
-    for _ in range(25):
+
+    def fresh():
         model = small()
-        with make(model, retained_buckets=3) as opt:
-            opt.engine.worker.set_delay_us(300)
-            timer = threading.Timer(rng.uniform(0.01, 0.12), os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
-            try:
-                train(model, opt, DATA)
-                timer.join()
-            except KeyboardInterrupt:
-                interrupted += 1
-            ahead += opt.engine.speculation.open
-            opt.zero_grad()
-            done = opt.stats.step
-            if done:
-                assert digest(model, opt) == expected[done]
-            train(model, opt, DATA[done:])
-            assert digest(model, opt) == expected[len(DATA)]
-    assert interrupted > 5 and ahead > 0
+        return model, make(model, retained_buckets=3)
+
+    found = interrupt_at_random(request, fresh, DATA, rounds=25, between_s=(0.01, 0.12), seed=1)
+    assert found.interrupted > 5 and found.ahead > 0
 
 
 def test_a_failure_while_speculating_surfaces_with_its_own_words(tmp_path):

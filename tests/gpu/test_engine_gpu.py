@@ -22,12 +22,7 @@ PLANS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def deterministic():
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def _plan(kwargs: dict) -> dict:
@@ -60,26 +55,10 @@ def test_accumulation_under_any_plan(hint):
             assert got == reference, (name, where)
 
 
-def test_delayed_streams_change_nothing(monkeypatch):
-    """The copy streams are held up at random: an order that only held by luck would show."""
-    from superoffload.engine.device import CudaDevice
-
+def test_delayed_streams_change_nothing(hold_up_streams):
     data = batches(6, device="cuda")
     reference = run_plan(torch.bfloat16, data, device="cuda", bucket_mb=0.05, retained_buckets=5)
-    g = torch.Generator().manual_seed(3)
-
-    def slow(method):
-        def wrapped(self, *args):
-            result = method(self, *args)
-            stream = self._down if "down" in method.__name__ else self._up
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(int(torch.randint(0, 2_000_000, (1,), generator=g)))
-            return result
-
-        return wrapped
-
-    for name in ("down_waits_for_compute", "up_waits_for_compute"):
-        monkeypatch.setattr(CudaDevice, name, slow(getattr(CudaDevice, name)))
+    hold_up_streams()
     for delay in (0, 1000):
         kwargs = dict(bucket_mb=0.05, retained_buckets=5, delay_us=delay)
         assert run_plan(torch.bfloat16, data, device="cuda", **kwargs) == reference

@@ -21,12 +21,7 @@ PLANS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def deterministic():
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def run(dtype, max_norm, *, delay_us=0, factors=FACTORS, between=None, **plan):
@@ -80,25 +75,11 @@ def test_a_late_verdict_undoes_what_was_speculated():
     assert all(r.verdict == "clip" for r in ledger)
 
 
-def test_held_up_streams_change_nothing(monkeypatch):
-    from superoffload.engine.device import CudaDevice
-
+def test_held_up_streams_change_nothing(hold_up_streams):
     dtype = torch.bfloat16
     max_norm = bound(dtype)
     reference = run(dtype, max_norm, speculate="off")
-    g = torch.Generator().manual_seed(3)
-
-    def slow(method):
-        def wrapped(self, *args):
-            result = method(self, *args)
-            with torch.cuda.stream(self._down if "down" in method.__name__ else self._up):
-                torch.cuda._sleep(int(torch.randint(0, 2_000_000, (1,), generator=g)))
-            return result
-
-        return wrapped
-
-    for name in ("down_waits_for_compute", "up_waits_for_compute"):
-        monkeypatch.setattr(CudaDevice, name, slow(getattr(CudaDevice, name)))
+    hold_up_streams()
     for delay in (0, 1000):
         found = run(dtype, max_norm, speculate="on", bucket_mb=0.05, retained_buckets=5, delay_us=delay)
         assert found[:2] == reference[:2]
