@@ -47,7 +47,7 @@ def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:
     changes: tuple[tuple[bool, dict[str, Any]], ...] = (
         (plan.activations == "none", {"activations": "full"}),
         (plan.speculate != "off" and plan.undo == "snapshot", {"undo": "record"}),
-        (plan.speculate == "on", {"speculate": "off"}),
+        (plan.speculate != "off", {"speculate": "off"}),
         ("gpu" in (plan.cast_down, plan.cast_up), {"cast_down": "fused", "cast_up": "fused"}),
         (plan.accumulation > 1, {"accumulation": 1}),
     )

@@ -129,6 +129,17 @@ def test_where_snapshots_do_not_fit_records_are_nearest(tiny: ModuleType, specul
     assert nearest_fit(profile, asked) == asked.model_copy(update={"undo": "record"})
 
 
+@pytest.mark.parametrize("speculate", ["on", "auto"])
+def test_where_records_do_not_fit_waiting_is_nearest(tiny: ModuleType, speculate: str) -> None:
+    """`auto` allocates records too, so giving them up is a way out for it as well."""
+    asked = tiny.plan(speculate=speculate, activations="full")
+    host = (HOST_RESERVE_BYTES + 8 * tiny.BUCKET_PARAMS * (16 + 1)) / GB
+    gpu = ledger(tiny.profile(tiny.hardware(), layers=8), asked).total("gpu") / GB
+    profile = tiny.profile(tiny.hardware(host_gb=host, gpu_gb=gpu), layers=8)
+    assert not ledger(profile, asked).fits
+    assert nearest_fit(profile, asked) == asked.model_copy(update={"speculate": "off"})
+
+
 def test_a_plan_that_does_not_fit_names_the_largest_item_and_the_nearest_that_fits() -> None:
     profile = estimate("llama-7b", micro_batch=4, seq_len=2048, hardware="gh200")
     with pytest.raises(DoesNotFit) as caught:
