@@ -150,8 +150,6 @@ def main() -> None:
                 Path(args.trace).mkdir(parents=True, exist_ok=True)
                 name = f"step_{args.size}_{tokens}_{mode.replace(':', '_').replace('=', '-')}.json"
                 command += ["--trace", str(Path(args.trace) / name)]
-            if "busy=1" in mode:  # the later options win: a step takes seconds there, for every mode alike
-                command += ["--steps", "2", "--warmup", "2"]
             row = run_child(command, args.mode_timeout) | {"mode": mode, "tokens": int(tokens)}
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 
 # hidden, layers, mlp, heads, vocabulary
-SIZES = {"3b": (3072, 26, 8192, 24, 32000), "1b": (2048, 22, 5632, 16, 32000), "tiny": (128, 4, 344, 4, 1000)}
+SIZES = {
+    "3b": (3072, 26, 8192, 24, 32000),
+    "3b-4-layers": (3072, 4, 8192, 24, 32000),
+    "1b": (2048, 22, 5632, 16, 32000),
+    "tiny": (128, 4, 344, 4, 1000),
+}
 
 
 @dataclass

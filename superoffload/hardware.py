@@ -100,6 +100,26 @@ class Cpu(Record):
         return b[-1]
 
 
+class CastTimes(Record):
+    """One bucket alone in one direction, from end to end, by who casts: nanoseconds per parameter."""
+
+    gpu: float = Field(gt=0)
+    cpu: float = Field(gt=0)
+    fused: float = Field(gt=0)
+
+
+class Casts(Record):
+    """Where casts are made, measured: copy, casts and Adam step of one bf16 bucket, one after another. In a running
+    engine links, GPU and Adam work on several buckets at once, so the simulator has the last word."""
+
+    down: CastTimes
+    """A gradient from the GPU through the Adam step."""
+    up: CastTimes
+    """The Adam step, and its weights to the GPU."""
+    bucket_params: int = Field(ge=1)
+    threads: int = Field(ge=1)
+
+
 class Hardware(Record):
     """One GPU, its CPU and the link between them."""
 
@@ -112,6 +132,8 @@ class Hardware(Record):
     link: Link
     shared_memory: bool = False
     """True where GPU and CPU share one memory (a laptop without GPU, MI300A): no capacity is counted twice."""
+    casts: Casts | None = None
+    """Absent where nobody measured them (presets)."""
     sources: dict[str, str] = Field(default_factory=dict)
     """Where each number comes from, keyed by dotted field name."""
     fingerprint: dict[str, str] = Field(default_factory=dict)

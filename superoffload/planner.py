@@ -172,9 +172,17 @@ class _Chooser:
                 f"{cast}: a step of {format_seconds(tried[cast])}, "
                 + ", ".join(f"{format_seconds(tried[c])} with {c}" for c in order if c != cast)
                 + f" (all states on the CPU); 16-bit takes {format_seconds(link[2])} {word} the link, float32 "
-                f"{format_seconds(link[4])}"
+                f"{format_seconds(link[4])}{self._measured_casts(name)}"
             )
         return plan
+
+    def _measured_casts(self, name: str) -> str:
+        casts = self.hw.casts
+        if casts is None:
+            return ""
+        times, scale = (casts.down if name == "cast_down" else casts.up), casts.bucket_params / 1e9
+        each = ", ".join(f"{format_seconds(getattr(times, c) * scale)} with {c}" for c in ("fused", "gpu", "cpu"))
+        return f"; one bucket alone was measured to take {each}"
 
     def _placement(self, plan: Plan) -> Plan:
         """Choose activations, flow and retained together: they compete for the GPU's memory."""

@@ -1,4 +1,5 @@
-"""Measures this machine for the cost model: link, CPU Adam, casts, matrix product, memory bandwidths.
+"""Measures this machine for the cost model: link, CPU Adam, casts on either side of the
+link, matrix product, memory bandwidths.
 
 Takes well under half a minute and is kept in the user's cache with the fingerprint of the machine, so that a changed
 processor, driver or library measures anew. Without a GPU the "GPU" is the CPU, its link a memory copy, and both share
@@ -25,6 +26,7 @@ from superoffload.errors import InputError
 from superoffload.hardware import Cpu, Gpu, Hardware
 from superoffload.kernels import available_cores
 from superoffload.model_source import cache_dir
+from superoffload.probing_casts import measure_casts
 from superoffload.probing_link import Progress, measure_contention, measure_link, median_seconds, run_adam
 from superoffload.profiling_state import Clock
 from superoffload.units import ADAM_STREAM_BYTES, GB, TERA
@@ -106,6 +108,8 @@ def measure(identity: dict[str, str], progress: Progress) -> Hardware:
     progress("device memory copy")
     hbm = _measure_device_copy(device)
     link, link_how = measure_link(device, progress)
+    progress("casts on either side")
+    casts = measure_casts(device, adam_threads[-1])
     progress("Adam and copies at once")
     dram, write_cost = measure_contention(device, cores, adam[-1])
     if not has_gpu:
@@ -137,6 +141,7 @@ def measure(identity: dict[str, str], progress: Progress) -> Hardware:
         ),
         link=link,
         shared_memory=not has_gpu,
+        casts=casts,
         sources={
             "gpu.memory_gb": "reported by the driver" if has_gpu else "host memory: there is no GPU",
             "gpu.peak_bf16_tflops": "vendor's dense bf16 peak" if name in PEAK_BF16_TFLOPS else "not known",
@@ -144,6 +149,7 @@ def measure(identity: dict[str, str], progress: Progress) -> Hardware:
             "gpu.hbm_gb_per_s": f"{measured}: copy within the device, read and write counted",
             "cpu.adam_gb_per_s": f"{measured}: fp32 AdamW, {probing_link.ADAM_PARAMS / 1e6:.0f}M parameters, 28 B each",
             "cpu.cast_gb_per_s": f"{measured}: fp32 to bf16, 6 bytes per element",
+            "casts": f"{measured}: one bucket of {casts.bucket_params / 1e6:.0f}M parameters, alone",
             "cpu.dram_gb_per_s": f"{measured}: Adam beside copies over the link, the highest sum seen",
             "cpu.dma_write_cost": f"{measured}: what downloads take from Adam beyond their bytes",
             "link": f"{measured}: {link_how}",

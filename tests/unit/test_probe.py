@@ -9,7 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from superoffload import hardware, probing, probing_link  # noqa: E402
+from superoffload import hardware, probing, probing_casts, probing_link  # noqa: E402
+from superoffload.plan import CASTS, Cast  # noqa: E402
 
 
 @pytest.fixture
@@ -18,6 +19,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SUPEROFFLOAD_CACHE", str(tmp_path))
     monkeypatch.setattr(probing_link, "ADAM_PARAMS", 1 << 18)
     monkeypatch.setattr(probing_link, "LINK_SIZES_MB", (1, 4))
+    monkeypatch.setattr(probing_casts, "BUCKET_PARAMS", 1 << 18)
 
 
 @pytest.mark.usefixtures("small")
@@ -35,7 +37,10 @@ def test_probe_measures_once_and_reads_it_again(monkeypatch: pytest.MonkeyPatch)
     assert found.shared_memory is (not torch.cuda.is_available())
     for rate in (*found.link.down.gb_per_s, *found.link.up.gb_per_s, found.cpu.cast_gb_per_s, found.gpu.hbm_gb_per_s):
         assert 0.1 < rate < 20_000, "GB/s of no machine"
-    for field in ("cpu.adam_gb_per_s", "link", "gpu.matmul_bf16_tflops"):
+    assert found.casts is not None
+    for way in (found.casts.down, found.casts.up):
+        assert all(0.001 < getattr(way, cast) < 1000 for cast in CASTS), "ns per parameter of no machine"
+    for field in ("cpu.adam_gb_per_s", "link", "casts", "gpu.matmul_bf16_tflops"):
         assert "measured" in found.sources[field]
 
     def measured_again(*_: object) -> None:
@@ -56,3 +61,22 @@ def test_another_machine_or_a_broken_file_is_measured_anew() -> None:
     path.write_text("{}")
     assert probing.probe_machine().source == "probed"
     assert hardware.Hardware.load(path).cpu.name == identity["cpu"]
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_every_cast_placement_is_measured_on_the_same_work(cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing_casts, "BUCKET_PARAMS", 3 * 1024 + 5)
+    bucket = probing_casts.OneBucket(torch.device("cpu"), 2)
+    gradient = torch.randn(3 * 1024 + 5, generator=torch.Generator().manual_seed(1)).bfloat16()
+    bucket.near16.copy_(gradient)
+    master, m, v = (torch.zeros(3 * 1024 + 5) for _ in range(3))
+    adam = {"lr": 1e-5, "step": 10, "threads": 1}
+    probing_casts.kernels.adam_step(master, m, v, gradient.float(), **adam)
+    bucket.down(cast)
+    assert torch.equal(bucket.state[0], master)
+
+    bucket.host32.copy_(gradient)
+    probing_casts.kernels.adam_step(master, m, v, gradient.float(), **adam)
+    bucket.up(cast)
+    assert torch.equal(bucket.state[0], master)
+    assert torch.equal(bucket.near16, master.bfloat16())
