@@ -128,6 +128,8 @@ void bind_worker(nb::module_& m) {
            [](so::Worker& w, int bucket, std::int64_t sequence) {
              wait([&] { return w.wait_bucket(bucket, sequence, kSliceMs); });
            })
+      .def("bucket_done",
+           [](so::Worker& w, int bucket, std::int64_t sequence) { return w.wait_bucket(bucket, sequence, 0); })
       .def("wait_idle", [](so::Worker& w) { wait([&] { return w.wait_idle(kSliceMs); }); })
       .def("verdict",
            [](so::Worker& w) {

@@ -14,7 +14,7 @@ from superoffload import model as shapes
 from superoffload.cli_running import require_torch
 from superoffload.errors import InputError, did_you_mean, unknown_name
 from superoffload.hardware import Hardware
-from superoffload.plan import Plan, simulated_only
+from superoffload.plan import Plan
 from superoffload.profiler import Profile
 from superoffload.record import write_atomic
 from superoffload.tracing import Trace
@@ -78,8 +78,6 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     _save(chosen.save, args.out, "plan")
     if args.config:
         _save(_tuned(prof, chosen, args.source).save, args.config, "tuned config")
-        if simulated_only(chosen):
-            print(f"note: {simulated_only(chosen)}")
     return {
         "plan": chosen.model_dump(mode="json", exclude={"reasons"}),
         "reasons": dict(chosen.reasons),

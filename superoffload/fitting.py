@@ -26,7 +26,6 @@ def spread_layers(profile: Profile, count: int) -> tuple[int, ...]:
 
 def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:
     """Return the plan nearest to one that does not fit, changing as few knobs as possible, or None."""
-    total = len(graph.buckets_of(profile, plan.bucket_mb))
     layers = sum(b.kind == "layer" for b in profile.blocks)
 
     account = ledger(profile, plan)
@@ -40,6 +39,7 @@ def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:
 
     def retained(p: Plan) -> Plan | None:
         """The nearest number of retained buckets that fits: a scan outwards in 32 strides."""
+        total = len(graph.buckets_of(profile, p.bucket_mb, p.flow_blocks))
         here, stride = p.retained_buckets, max(1, total // 32)
         counts = sorted({0, total, *range(here % stride, total + 1, stride)}, key=lambda n: abs(n - here))
         return next((q for n in counts if fits(q := p.model_copy(update={"retained_buckets": n}))), None)

@@ -77,26 +77,28 @@ class StepGraph:
 
 def backward_tensors(profile: Profile) -> list[TensorRef]:
     """Tensors in backward-completion order: blocks reversed, tensors reversed within a block."""
-    return _backward_tensors(tuple((b.dtype, b.tensor_numels) for b in profile.blocks))
+    return _backward_tensors(tuple((b.dtype, b.tensor_numels) for b in profile.blocks), ())
 
 
-def buckets_of(profile: Profile, bucket_mb: float) -> list[Bucket]:
+def buckets_of(profile: Profile, bucket_mb: float, flow_blocks: tuple[int, ...] = ()) -> list[Bucket]:
     """Buckets as the engine cuts them."""
-    return _cut(tuple((b.dtype, b.tensor_numels) for b in profile.blocks), bucket_mb)
+    return _cut(tuple((b.dtype, b.tensor_numels) for b in profile.blocks), bucket_mb, flow_blocks)
 
 
 @functools.lru_cache(maxsize=32)
-def _cut(blocks: tuple[tuple[str, tuple[int, ...]], ...], bucket_mb: float) -> list[Bucket]:
+def _cut(
+    blocks: tuple[tuple[str, tuple[int, ...]], ...], bucket_mb: float, flow_blocks: tuple[int, ...]
+) -> list[Bucket]:
     """Cached because a slider move cuts the same model several times; nobody changes the list."""
-    return cut_buckets(_backward_tensors(blocks), bucket_mb)
+    return cut_buckets(_backward_tensors(blocks, flow_blocks), bucket_mb)
 
 
-def _backward_tensors(blocks: tuple[tuple[str, tuple[int, ...]], ...]) -> list[TensorRef]:
+def _backward_tensors(blocks: tuple[tuple[str, tuple[int, ...]], ...], flow_blocks: tuple[int, ...]) -> list[TensorRef]:
     refs: list[TensorRef] = []
     for b in range(len(blocks) - 1, -1, -1):
         dtype, numels = blocks[b]
         for numel in reversed(numels):
-            refs.append(TensorRef(len(refs), b, numel, dtype))
+            refs.append(TensorRef(len(refs), b, numel, dtype, b in flow_blocks))
     return refs
 
 
@@ -127,8 +129,11 @@ class BucketCost:
     """HBM bytes of the GPU's cast of one new weight, on the upload stream."""
 
 
-def bucket_cost(plan: Plan, dtype: str) -> BucketCost:
+def bucket_cost(plan: Plan, dtype: str, *, flow: bool = False) -> BucketCost:
     """Bytes per parameter for the plan's casts.
+
+    A flow bucket's 16-bit weights have their home on the host, so the CPU writes them whatever `cast_up` says: where
+    the GPU would cast, inside the Adam pass.
 
     Adam reads and writes p, m and v (24), reads the gradient (2, or 4 once it is fp32) and, fused, writes the 16-bit
     upload copy in the same pass (2). Where the GPU casts, and for fp32 weights, the master itself goes up.
@@ -137,12 +142,12 @@ def bucket_cost(plan: Plan, dtype: str) -> BucketCost:
     undo = {"record": UNDO_BYTES, "snapshot": ADAM_STATE_BYTES}[plan.undo] if plan.speculate == "on" else 0
     if item == 4:
         return BucketCost(4, 4, 24 + 4 + undo, 0, 0, 12)
-    down, up = plan.cast_down, plan.cast_up
+    down, up = plan.cast_down, "fused" if flow and plan.cast_up == "gpu" else plan.cast_up
     gradient = 2 if down == "fused" else 4
     copy = 2 if up == "fused" else 0
     return BucketCost(
         down_bytes=down_bytes_per_param(plan, dtype),
-        up_bytes=up_bytes_per_param(plan, dtype),
+        up_bytes=0 if flow else up_bytes_per_param(plan, dtype),
         adam_bytes=24 + gradient + copy + undo,
         cast_down_bytes=6 if down == "cpu" else 0,
         cast_up_bytes=6 if up == "cpu" else 0,
@@ -169,7 +174,7 @@ def check_plan(profile: Profile, plan: Plan) -> None:
     wrong = [b for b in plan.flow_blocks if not 0 <= b < len(profile.blocks)]
     if wrong:
         raise InputError(f"flow_blocks names block {wrong[0]}", expected=f"0 to {len(profile.blocks) - 1}")
-    total = len(buckets_of(profile, plan.bucket_mb))
+    total = len(buckets_of(profile, plan.bucket_mb, plan.flow_blocks))
     if plan.retained_buckets > total:
         raise InputError(
             f"retained_buckets = {plan.retained_buckets}",
@@ -182,7 +187,7 @@ class _Builder:
         self.profile, self.plan = profile, plan
         self.hw: Hardware = profile.hardware
         self.ops: list[Operator] = []
-        self.buckets = buckets_of(profile, plan.bucket_mb)
+        self.buckets = buckets_of(profile, plan.bucket_mb, plan.flow_blocks)
         self.first_retained = len(self.buckets) - plan.retained_buckets
         self.flow = frozenset(plan.flow_blocks)
         self.hbm = self.hw.gpu.hbm_gb_per_s * GB
@@ -192,7 +197,9 @@ class _Builder:
         for bucket in self.buckets:
             for b in bucket.blocks:
                 self.needs[b].append(bucket.index)
-        self.costs = {dtype: bucket_cost(plan, dtype) for dtype in DTYPE_BYTES}
+        self.costs = {
+            (dtype, flow): bucket_cost(plan, dtype, flow=flow) for dtype in DTYPE_BYTES for flow in (False, True)
+        }
         self.held: dict[int, int] = {}
         """Copy after which a bucket's gradients of the micro-batches so far are on the host."""
         self.up: dict[int, int] = {}
@@ -239,10 +246,7 @@ class _Builder:
     def _use(self, block: int, first: int, last: int) -> None:
         if block not in self.flow:
             return
-        if self.uses and self.uses[-1][0] == block:  # still there from the use just before
-            self.uses[-1] = (block, self.uses[-1][1], last)
-        else:
-            self.uses.append((block, first, last))
+        self.uses.append((block, first, last))
 
     def _backward(self, micro: int, sends: bool) -> dict[int, int]:
         """Add the backward of one micro-batch; return, for one that sends its gradients, the piece that completes each
@@ -258,7 +262,7 @@ class _Builder:
             name, done = f"backward of {block.name}", 0.0
             for share, k in ends.get(b, []):
                 bucket = self.buckets[k]
-                pack = self.costs[bucket.dtype].gpu_pack_bytes * bucket.params / self.hbm
+                pack = self.costs[bucket.dtype, bucket.flow].gpu_pack_bytes * bucket.params / self.hbm
                 seconds = (share - done) * block.backward_s + pack
                 packed[k] = self.add("gpu", "backward", name, seconds, block=b, bucket=k)
                 done = share
@@ -270,7 +274,7 @@ class _Builder:
     def _accumulate(self, packed: dict[int, int]) -> None:
         """Send the gradients of a micro-batch that is not the last down to where they are held."""
         for k, bucket in enumerate(self.buckets[: self.first_retained]):
-            size = self.costs[bucket.dtype].down_bytes * bucket.params
+            size = self.costs[bucket.dtype, bucket.flow].down_bytes * bucket.params
             deps = [packed[k], *self._fetch_held(k, size)]
             self.held[k] = self._copy("link_down", "copy_down", f"copy down of bucket {k}", size, k, deps)
 
@@ -311,15 +315,14 @@ class _Builder:
         cast_rate = hw.cpu.cast_gb_per_s * GB * min(1.0, rate / (max(hw.cpu.adam_gb_per_s) * GB))
         downs: list[int] = []
         for k, bucket in enumerate(self.buckets):
-            here, away = self._split(bucket)
             if k >= self.first_retained:
                 self.home[k] = [gpu_adam]
-                if away:  # a flow block's home is on the host: its new weights go there
+                if bucket.flow:  # its home is on the host: the new weights go there
                     down = self._copy("link_down", "copy_down", f"copy down of new weights of bucket {k}",
-                                      away * DTYPE_BYTES[bucket.dtype], k, [gpu_adam])  # fmt: skip
+                                      bucket.params * DTYPE_BYTES[bucket.dtype], k, [gpu_adam])  # fmt: skip
                     self.home[k] = [down]
                 continue
-            cost = self.costs[bucket.dtype]
+            cost = self.costs[bucket.dtype, bucket.flow]
             if len(downs) >= RING_SLOTS:
                 self.ops[packed[k]].deps.append(downs[-RING_SLOTS])
             size = cost.down_bytes * bucket.params
@@ -338,9 +341,10 @@ class _Builder:
                 deps=[down] if plan.speculate == "on" else [down, verdict],
             )  # fmt: skip
             self.home[k] = [step]
-            if here:
-                up = self._copy("link_up", "copy_up", f"copy up of bucket {k}", cost.up_bytes * here, k, [step])
-                self._cast_after(self.ops[up], cost.gpu_cast_bytes * here / self.hbm)
+            if not bucket.flow:
+                size = cost.up_bytes * bucket.params
+                up = self._copy("link_up", "copy_up", f"copy up of bucket {k}", size, k, [step])
+                self._cast_after(self.ops[up], cost.gpu_cast_bytes * bucket.params / self.hbm)
                 self.up[k] = up
         if downs:  # the partial sums follow the last gradient down the same stream
             self.ops[verdict].deps.append(downs[-1])
@@ -351,13 +355,6 @@ class _Builder:
             whole = up.seconds + seconds
             up.parts = (("copy_up", up.seconds / whole), ("cast", seconds / whole))
             up.seconds = whole
-
-    def _split(self, bucket: Bucket) -> tuple[int, int]:
-        """Parameters of a bucket whose weights stay on the GPU, and those of flow blocks."""
-        if not self.flow or not self.flow.intersection(bucket.blocks):
-            return bucket.params, 0
-        away = sum(s.numel for s in bucket.segments if self.block_of[s.tensor] in self.flow)
-        return bucket.params - away, away
 
     def _copy(self, lane: Lane, kind: Kind, name: str, nbytes: int, bucket: int, deps: list[int]) -> int:
         curve = self.hw.link.down if lane == "link_down" else self.hw.link.up
@@ -377,26 +374,36 @@ class _Builder:
                 self.ops[op].previous += [self.up[k] for k in self.needs[b] if k in self.up]
 
     def _fetches(self) -> None:
-        """Fetch each flow block before each use, into one of `prefetch_blocks` + 1 slots."""
-        slots = self.plan.prefetch_blocks + 1
+        """Fetch each flow block before a use that does not find it in its slot.
+
+        The k-th flow block has slot k modulo their number, `prefetch_blocks` + 1; a fetch waits for the last use of
+        what lies there. So the last blocks of forward are still there when backward begins, and the first ones when
+        the next micro-batch does; the next step finds none, since their weights are new.
+        """
+        order = {b: i for i, b in enumerate(sorted(self.flow))}
+        slots = min(self.plan.prefetch_blocks + 1, len(order))
+        last_use: dict[int, int] = {}
+        if slots:  # where the step before has left each slot
+            last_use = {order[b] % slots: last for b, _, last in self.uses}
+        this_step: dict[int, int] = {}
+        """Slot -> the block in it."""
         last_fetch = -1
-        for j, (b, first, _) in enumerate(self.uses):
-            block = self.profile.blocks[b]
-            nbytes = block.params * DTYPE_BYTES[block.dtype]
-            in_forward = self.ops[first].in_forward
-            fetch = self._copy("link_up", "fetch", f"fetch of {block.name}", nbytes, -1, [])
-            op = self.ops[fetch]
-            op.block, op.in_forward = b, in_forward
-            if last_fetch >= 0:
-                op.deps.append(last_fetch)
-            if j >= slots:
-                op.deps.append(self.uses[j - slots][2])
-            elif len(self.uses) + j >= slots:
-                op.previous.append(self.uses[len(self.uses) + j - slots][2])
-            if in_forward:
-                op.previous += [h for k in self.needs[b] for h in self.home[k]]
-            self.ops[first].deps.append(fetch)
-            last_fetch = fetch
+        for b, first, last in self.uses:
+            slot = order[b] % slots
+            if this_step.get(slot) != b:
+                block = self.profile.blocks[b]
+                nbytes = block.params * DTYPE_BYTES[block.dtype]
+                fetch = self._copy("link_up", "fetch", f"fetch of {block.name}", nbytes, -1, [])
+                op = self.ops[fetch]
+                op.block, op.in_forward = b, self.ops[first].in_forward
+                if last_fetch >= 0:
+                    op.deps.append(last_fetch)
+                (op.deps if slot in this_step else op.previous).append(last_use[slot])
+                if op.in_forward:
+                    op.previous += [h for k in self.needs[b] for h in self.home[k]]
+                self.ops[first].deps.append(fetch)
+                last_fetch = fetch
+            this_step[slot], last_use[slot] = b, last
 
 
 def transfer_s(curve: Curve, nbytes: int) -> float:

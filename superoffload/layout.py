@@ -1,7 +1,8 @@
 """How parameters are cut into buckets. The planner and the engine use this one function, so that the bucket
 that a person sees in the timeline is the bucket that moves.
 
-A bucket is a dtype-homogeneous run of parameters in backward-completion order. A parameter may span buckets, but
+A bucket is a run of parameters of one dtype in backward-completion order, whose 16-bit weights either all stay on the
+GPU or all flow from the host. A parameter may span buckets, but
 is only cut at multiples of NORM_CHUNK elements from its own start: the partial sums of the gradient norm are taken
 per chunk, so another bucket size cannot change a bit of the norm.
 """
@@ -9,7 +10,7 @@ per chunk, so another bucket size cannot change a bit of the norm.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from superoffload.units import FP32_BYTES, MIB
 
@@ -28,6 +29,8 @@ class TensorRef:
     block: int
     numel: int
     dtype: str = "bfloat16"
+    flow: bool = False
+    """Whether its block's weights flow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class Bucket:
     segments: tuple[Segment, ...]
     blocks: tuple[int, ...]
     """Blocks that own a segment, in order of appearance."""
+    flow: bool = False
+    """Whether its weights live on the host and are fetched before each use."""
 
     @property
     def params(self) -> int:
@@ -66,35 +71,38 @@ def bucket_elements(bucket_mb: float) -> int:
 def cut_buckets(tensors: Sequence[TensorRef], bucket_mb: float) -> list[Bucket]:
     """Cut `tensors` into buckets of at most `bucket_mb` MiB of fp32.
 
-    Buckets of different dtypes are filled side by side and numbered in the order in which they close, which is the
+    Buckets of different dtypes, and of blocks that flow and that stay, are filled side by side and numbered in the
     order in which backward completes them.
     """
     capacity = bucket_elements(bucket_mb)
     buckets: list[Bucket] = []
-    open_: dict[str, list[Segment]] = {}
-    used: dict[str, int] = {}
+    open_: dict[tuple[str, bool], list[Segment]] = {}
+    used: dict[tuple[str, bool], int] = {}
     block_of = {t.index: t.block for t in tensors}
 
-    def close(dtype: str) -> None:
-        segments = open_.pop(dtype, None)
+    def close(kind: tuple[str, bool]) -> None:
+        segments = open_.pop(kind, None)
         if segments:
             blocks = tuple(dict.fromkeys(block_of[s.tensor] for s in segments))
-            buckets.append(Bucket(len(buckets), dtype, used[dtype], tuple(segments), blocks))
-        used[dtype] = 0
+            dtype, flow = kind
+            buckets.append(Bucket(len(buckets), dtype, used[kind], tuple(segments), blocks, flow))
+        used[kind] = 0
 
     for t in tensors:
-        offset = 0
+        kind, offset = (t.dtype, t.flow), 0
         while offset < t.numel:
-            room = capacity - used.get(t.dtype, 0)
+            room = capacity - used.get(kind, 0)
             left = t.numel - offset
             take = left if left <= room else room // NORM_CHUNK * NORM_CHUNK
             if take == 0:
-                close(t.dtype)
+                close(kind)
                 continue
-            start = used.get(t.dtype, 0)
-            open_.setdefault(t.dtype, []).append(Segment(t.index, offset, take, start))
-            used[t.dtype] = -(-(start + take) // ALIGN) * ALIGN
+            start = used.get(kind, 0)
+            open_.setdefault(kind, []).append(Segment(t.index, offset, take, start))
+            used[kind] = -(-(start + take) // ALIGN) * ALIGN
             offset += take
-    for dtype in list(open_):
-        close(dtype)
-    return buckets
+    for kind in list(open_):
+        close(kind)
+    position = {t.index: i for i, t in enumerate(tensors)}
+    buckets.sort(key=lambda b: (position[b.segments[-1].tensor], b.segments[-1].offset))
+    return [replace(b, index=i) for i, b in enumerate(buckets)]

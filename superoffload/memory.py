@@ -86,7 +86,7 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
     profile = rescale(profile, micro_batch=plan.micro_batch, seq_len=plan.seq_len)
     graph.check_plan(profile, plan)
     hw = profile.hardware
-    buckets = graph.buckets_of(profile, plan.bucket_mb)
+    buckets = graph.buckets_of(profile, plan.bucket_mb, plan.flow_blocks)
     first_retained = max(0, len(buckets) - plan.retained_buckets)
     on_cpu, retained = buckets[:first_retained], buckets[first_retained:]
     costs = {dtype: graph.bucket_cost(plan, dtype) for dtype in DTYPE_BYTES}
@@ -94,14 +94,19 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
     stay = [b for i, b in enumerate(profile.blocks) if i not in flow]
     away = [b for i, b in enumerate(profile.blocks) if i in flow]
 
-    # What goes up the link is pinned: the 16-bit copy, or the master where the GPU casts or weights are float32.
-    copied = [b for b in on_cpu if b.dtype != "float32" and plan.cast_up != "gpu"]
+    # What goes up the link is pinned: the 16-bit copy, or the master where the GPU casts or weights are float32. A flow
+    # block's 16-bit copy is its home, whoever casts.
+    copied = [b for b in on_cpu if b.dtype != "float32" and (plan.cast_up != "gpu" or b.flow)]
+    homes = [b for b in copied if b.flow]
+    retained_homes = sum(b.numel * DTYPE_BYTES[b.dtype] for b in retained if b.flow)
     pinned_master = 4 * sum(b.numel for b in on_cpu) if len(copied) < len(on_cpu) else 0
     numel = {"cpu": sum(b.numel for b in on_cpu), "largest": max((b.numel for b in on_cpu), default=0)}
     gpu: dict[str, int] = {
         "16-bit weights": _weights([b for b in stay if b.dtype != "float32"]),
         "float32 weights": _weights([b for b in stay if b.dtype == "float32"]),
-        "flow slots": (plan.prefetch_blocks + 1) * max((_weights([b]) for b in away), default=0),
+        "flow slots": min(plan.prefetch_blocks + 1, len(away)) * max((_weights([b]) for b in away), default=0),
+        "new weights of retained flow buckets": 2
+        * max((b.numel * DTYPE_BYTES[b.dtype] for b in retained if b.flow), default=0),
         "buffers and frozen parameters": profile.buffers_bytes,
         "gradient ring": (graph.RING_SLOTS if on_cpu else 0)
         * max((b.numel * costs[b.dtype].down_bytes for b in on_cpu), default=0),
@@ -121,9 +126,9 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
     }
     pinned: dict[str, int] = {
         "held gradients": sum(b.numel * costs[b.dtype].down_bytes for b in on_cpu),
-        "upload copy of new weights": sum(b.numel * DTYPE_BYTES[b.dtype] for b in copied),
+        "upload copy of new weights": sum(b.numel * DTYPE_BYTES[b.dtype] for b in copied if not b.flow),
+        "home of flow blocks": retained_homes + sum(b.numel * DTYPE_BYTES[b.dtype] for b in homes),
         "pinned master weights": pinned_master,
-        "home of flow blocks in retained buckets": _retained_homes(profile, plan, retained),
     }
     casts = [b.numel for b in on_cpu if costs[b.dtype].cast_down_bytes]
     host: dict[str, int] = {
@@ -177,14 +182,3 @@ def _activations(blocks: tuple[BlockProfile, ...], policy: str) -> dict[str, int
             peak, extra = here, here
     name = "layer inputs kept for recomputation" if policy == "full" else "activations"
     return {name: kept, "recomputed layer, logits and loss": max(0, extra - kept)}
-
-
-def _retained_homes(profile: Profile, plan: Plan, retained: list[Bucket]) -> int:
-    """A flow block in a retained bucket has no CPU Adam whose output could be its home copy."""
-    from superoffload.graph import backward_tensors
-
-    if not plan.flow_blocks or not retained:
-        return 0
-    refs = backward_tensors(profile)
-    flow = set(plan.flow_blocks)
-    return sum(s.numel * DTYPE_BYTES[b.dtype] for b in retained for s in b.segments if refs[s.tensor].block in flow)

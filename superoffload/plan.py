@@ -71,9 +71,3 @@ class Plan(Record):
         from superoffload.html_views import plan_html
 
         return plan_html(self)
-
-
-def simulated_only(plan: Plan) -> str:
-    """Say which choices of `plan` can be simulated while this version's engine refuses to train with them; empty
-    where there are none. A test holds it against the engine."""
-    return "flow blocks: simulated only, this version refuses to train with them" if plan.flow_blocks else ""

@@ -146,8 +146,8 @@ class _Chooser:
         size = max(plan.bucket_mb, self.profile.params * FP32_BYTES / MIB / SEARCH_BUCKETS)
         if size == plan.bucket_mb:
             return plan
-        total = len(graph.buckets_of(self.profile, size))
-        whole = len(graph.buckets_of(self.profile, plan.bucket_mb))
+        total = len(graph.buckets_of(self.profile, size, plan.flow_blocks))
+        whole = len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks))
         retained = min(total, round(plan.retained_buckets * total / whole))
         return plan.model_copy(update={"bucket_mb": size, "retained_buckets": retained})
 
@@ -199,8 +199,7 @@ class _Chooser:
             reasons = {}
             candidate = self._flow(plan.model_copy(update={"activations": "full"}), reasons)
             found.append((float("inf"), self._retained(candidate, reasons), reasons))
-        # The engine cannot run flow blocks yet, so a plan without them wins where there is one.
-        seconds, best, reasons = min(found, key=lambda f: ("flow_blocks" in f[2] and bool(f[1].flow_blocks), f[0]))
+        seconds, best, reasons = min(found, key=lambda f: f[0])
         self.reasons.update(reasons)
         if "activations" not in self.given:
             self.reasons["activations"] = self._why_activations(best, seconds, found)
@@ -210,11 +209,6 @@ class _Chooser:
         kept = sum(b.activation_bytes for b in self.profile.blocks)
         if len(found) > 1:
             (other, plan, _), *_ = [f for f in found if f[1] is not best]
-            if other < seconds:
-                return (
-                    f"{best.activations}: a step of {format_seconds(seconds)} without flow blocks; {plan.activations} "
-                    f"takes {format_seconds(other)} and needs {len(plan.flow_blocks)} of them"
-                )
             return (
                 f"{best.activations}: a step of {format_seconds(seconds)}, {format_seconds(other)} with "
                 f"{plan.activations}; keeping everything takes {format_bytes(kept)}"
@@ -239,8 +233,7 @@ class _Chooser:
             return plan
         count = _first(lambda n: over(n) <= 0, 1, layers)
         reasons["flow_blocks"] = (
-            f"{count} of {layers} layers: without them the GPU lacks {format_bytes(self._gpu_over(least))} (flowing is "
-            "simulated; this version of the engine refuses to train with it)"
+            f"{count} of {layers} layers: without them the GPU lacks {format_bytes(self._gpu_over(least))}"
         )
         return plan.model_copy(update={"flow_blocks": spread_layers(self.profile, count)})
 
@@ -280,7 +273,7 @@ class _Chooser:
         if self.hw.shared_memory and not self.hw.gpu.peak_bf16_tflops:
             reasons["retained_buckets"] = "0: the CPU is the only processor here"
             return plan
-        total = len(graph.buckets_of(self.profile, plan.bucket_mb))
+        total = len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks))
 
         def at(n: int) -> Plan:
             return plan.model_copy(update={"retained_buckets": n})

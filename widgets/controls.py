@@ -8,7 +8,7 @@ from typing import Any
 import ipywidgets as W
 
 from superoffload.errors import InputError
-from superoffload.plan import CASTS, Plan, simulated_only
+from superoffload.plan import CASTS, Plan
 from superoffload.widgets.parts import escape
 from superoffload.widgets.session import Session
 
@@ -40,15 +40,10 @@ class Knob(W.VBox):  # type: ignore[misc]
         control.layout.width, control.layout.margin = "100%", "0"
         super().__init__([control, below], layout=W.Layout(width="100%", margin="0 0 1px 0", overflow="hidden"))
 
-    def _by_hand(self, plan: Plan) -> str:
-        if self.field == "flow_blocks" and simulated_only(plan):
-            return "by hand; simulated only, training refuses it"
-        return "set by hand"
-
     def explain(self, plan: Plan, fixed: str | None) -> None:
         """Show where the value comes from."""
         reason = plan.reasons.get(self.field)
-        text = fixed or reason or self._by_hand(plan)
+        text = fixed or reason or "set by hand"
         lead = "" if fixed or not reason or reason.startswith("auto") else "<b>auto</b> "
         self.why.value = f'<span title="{escape(text)}">{lead}{escape(text)}</span>'
         self.auto.layout.display = None if not fixed and not reason else "none"

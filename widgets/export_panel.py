@@ -10,7 +10,6 @@ import ipywidgets as W
 
 from superoffload.config import OptimizerConfig, TrainingConfig, TunedConfig
 from superoffload.errors import InputError
-from superoffload.plan import simulated_only
 from superoffload.widgets.parts import Guard, Messages, button, escape
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -114,11 +113,7 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
                 remedy="Choose a file in a folder that you may write to",
             ) from e
         text = f"{'Replaced' if existed else 'Wrote'} <b>{escape(path)}</b> ({path.stat().st_size:,} bytes)."
-        refused = simulated_only(config.plan)
-        if refused:
-            self.messages.notice(f"{text} {escape(refused[:1].upper() + refused[1:])}.", "warn")
-        else:
-            self.messages.notice(text)
+        self.messages.notice(text)
         self._show_lines()
         return path
 

@@ -56,8 +56,7 @@ def measure_steps(
         The last step as events; `step_s` is the median of the measured steps.
 
     Raises:
-        InputError: too few steps, or an optimizer of this package is attached to the model.
-        NotSupported: a plan that this version can simulate but not run.
+        InputError: too few steps, a plan that is not this model's, or an optimizer of this package is attached to it.
         Cancelled: `stop` was set.
     """
     if steps < 2:

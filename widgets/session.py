@@ -99,12 +99,13 @@ class Session:
     @property
     def buckets(self) -> list[Bucket]:
         """Buckets of the present plan, cut as the engine cuts them."""
-        return self._cut(self.plan.bucket_mb)
+        return self._cut(self.plan)
 
-    def _cut(self, bucket_mb: float) -> list[Bucket]:
-        # The cut depends on the parameters and the size alone, which no other edit changes.
-        if self._buckets is None or self._buckets[0] != bucket_mb:
-            self._buckets = (bucket_mb, buckets_of(self.given, bucket_mb))
+    def _cut(self, plan: Plan) -> list[Bucket]:
+        # The cut depends on the parameters, the size and what flows alone, which no other edit changes.
+        key = (plan.bucket_mb, plan.flow_blocks)
+        if self._buckets is None or self._buckets[0] != key:
+            self._buckets = (key, buckets_of(self.given, *key))
         return self._buckets[1]
 
     @property
@@ -260,7 +261,7 @@ class Session:
         flow = tuple(sorted(set(plan.flow_blocks) & layers))
         if flow != plan.flow_blocks:
             changes["flow_blocks"] = flow
-        count = len(self._cut(plan.bucket_mb))
+        count = len(self._cut(plan))
         if plan.retained_buckets > count:
             changes["retained_buckets"] = count
         if plan.adam_threads > self.hardware.cpu.cores:

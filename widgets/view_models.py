@@ -164,7 +164,7 @@ def origin(trace: Trace) -> str:
 
 def layer_map(profile: Profile, plan: Plan, buckets: list[Bucket] | None = None) -> LayerMap:
     """Tell for each block how much of its state is retained on the GPU and whether its weights flow."""
-    cut = buckets_of(profile, plan.bucket_mb) if buckets is None else buckets
+    cut = buckets_of(profile, plan.bucket_mb, plan.flow_blocks) if buckets is None else buckets
     kept = min(plan.retained_buckets, len(cut))
     owner = [t.block for t in backward_tensors(profile)]
     retained = [0] * len(profile.blocks)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from superoffload.engine.placement import Placement, callers_cores, place
-from superoffload.errors import InputError, NotSupported, did_you_mean
+from superoffload.errors import InputError, did_you_mean
 from superoffload.kernels import available_cores
 from superoffload.plan import Plan
 
@@ -79,7 +79,6 @@ def resolve_plan(plan: Plan | None, fields: dict[str, Any], device: torch.device
 
     Raises:
         InputError: a field that a plan does not have.
-        NotSupported: a plan that can be simulated but not run.
     """
     for name in fields:
         if name not in Plan.knobs():
@@ -88,12 +87,6 @@ def resolve_plan(plan: Plan | None, fields: dict[str, Any], device: torch.device
     if plan is None:
         plan = Plan(adam_threads=default_adam_threads(place(device) if device is not None else None))
     plan = plan.replace(**fields) if fields else plan
-    if plan.flow_blocks:
-        raise NotSupported(
-            f"flow_blocks = {plan.flow_blocks}: the engine keeps all weights on the GPU",
-            expected="flow_blocks = () for training (weight flow can be simulated)",
-            remedy="Make the plan with flow=()",
-        )
     return plan
 
 

@@ -1,8 +1,9 @@
 """Arenas and buckets: where every parameter, gradient and moment of a running engine lies.
 
 The device weights of one dtype lie in one arena, bucket after bucket, and each parameter's `.data` is a view of it, so
-that a bucket's new weights are one transfer. Host arenas hold master weights, moments, held gradients and 16-bit copies
-of the CPU buckets; retained buckets have theirs on the device.
+that a bucket's new weights are one transfer; weights of flow blocks have such an arena on the host (flow.py). Host
+arenas hold master weights, moments, held gradients and 16-bit copies of the CPU buckets; retained buckets have theirs
+on the device.
 """
 
 from __future__ import annotations
@@ -41,7 +42,16 @@ class ManagedParam:
     places: list[tuple[int, Segment]] = field(default_factory=list)
     """(bucket, segment) in order of offset."""
     address: int = 0
-    """Where its weights lie in the arena."""
+    """Where its weights are: in the arena, or of a flow block at home or in the slot."""
+    home: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """Of a flow block: its weights on the host, in its shape."""
+    home_on_device: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """The same memory as the device reads it."""
+
+    def point_to(self, weights: torch.Tensor) -> None:
+        """Let the parameter be `weights`, which hold its values. Its version stays: these are not new ones."""
+        self.param.data = weights
+        self.address = int(weights.data_ptr())
 
     @property
     def numel(self) -> int:
@@ -59,9 +69,9 @@ class BucketState:
     layout: Bucket
     retained: bool
     weights: torch.Tensor
-    """Device weights, a slice of the arena."""
+    """Device weights, a slice of the arena; of a flow bucket their home on the host."""
     master: torch.Tensor
-    """fp32; of a retained fp32 bucket, the device weights themselves."""
+    """fp32. The weights themselves where these are fp32 and on the same side."""
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     grad: torch.Tensor
@@ -83,6 +93,10 @@ class BucketState:
     def index(self) -> int:
         return self.layout.index
 
+    @property
+    def flow(self) -> bool:
+        return self.layout.flow
+
 
 def backward_order(blocks: Sequence[Sequence[ManagedParam]]) -> list[ManagedParam]:
     """Parameters in the order in which backward is expected to complete them."""
@@ -98,7 +112,9 @@ def plan_layout(params: Sequence[ManagedParam], blocks: int, plan: Plan) -> list
     by_block: list[list[ManagedParam]] = [[] for _ in range(blocks)]
     for p in params:
         by_block[p.block].append(p)
-    refs = [TensorRef(p.index, p.block, p.numel, p.dtype) for p in backward_order(by_block)]
+    refs = [
+        TensorRef(p.index, p.block, p.numel, p.dtype, p.block in plan.flow_blocks) for p in backward_order(by_block)
+    ]
     layouts = cut_buckets(refs, plan.bucket_mb)
     if plan.retained_buckets > len(layouts):
         raise InputError(
@@ -141,57 +157,42 @@ class Arenas:
         return torch.float32 if self.plan.cast_down == "gpu" else DTYPES[dtype]
 
     def _allocate(self, layouts: Sequence[Bucket], device: Device, trace: bool) -> list[BucketState]:
-        first_retained = len(layouts) - self.plan.retained_buckets
-        weights: dict[int, torch.Tensor] = {}
-        for dtype in dict.fromkeys(b.dtype for b in layouts):
-            mine = [b for b in layouts if b.dtype == dtype]
-            arena = torch.zeros(sum(b.numel for b in mine), dtype=DTYPES[dtype], device=device.device)
-            start = 0
-            for b in mine:
-                weights[b.index] = arena[start : start + b.numel]
-                start += b.numel
-            self._adopt(dtype, arena, {b.index: int(weights[b.index].storage_offset()) for b in mine})
-
-        states: list[BucketState] = []
-        cpu = [b for b in layouts if b.index < first_retained]
-        total = sum(b.numel for b in cpu)
         plan = self.plan
-        # Masters of fp32 weights, and of all weights that the GPU casts, the link themselves, so they are
+        weights = self._weights(layouts, device)
+        cpu = [b for b in layouts if b.index < len(layouts) - plan.retained_buckets]
+        # The home of fp32 weights that flow is their master.
+        home_is_master = {b.index for b in cpu if b.flow and b.dtype == "float32"}
+        # Masters of other fp32 weights, and of all weights that the GPU casts, the link themselves, so they are
         # pinned; moments never are.
-        pin_master = any(b.dtype == "float32" or plan.cast_up == "gpu" for b in cpu)
-        master = self.host.zeros(total, torch.float32, pinned=pin_master)
-        exp_avg = self.host.zeros(total, torch.float32)
-        exp_avg_sq = self.host.zeros(total, torch.float32)
-        held = {
-            dtype: self.host.zeros(sum(b.numel for b in cpu if self.held_dtype(b.dtype) == dtype), dtype, pinned=True)
-            for dtype in dict.fromkeys(self.held_dtype(b.dtype) for b in cpu)
-        }
-        copies = {
-            dtype: self.host.zeros(sum(b.numel for b in cpu if b.dtype == dtype), DTYPES[dtype], pinned=True)
-            for dtype in dict.fromkeys(b.dtype for b in cpu if b.dtype != "float32" and plan.cast_up != "gpu")
-        }
+        goes_up = [b for b in cpu if not b.flow and (b.dtype == "float32" or plan.cast_up == "gpu")]
+        masters = self._slices([b for b in cpu if b.index not in home_is_master], torch.float32, pinned=bool(goes_up))
+        masters |= {k: weights[k] for k in home_is_master}
+        exp_avg, exp_avg_sq = (self._slices(cpu, torch.float32) for _ in range(2))
+        held: dict[int, torch.Tensor] = {}
+        for dtype in dict.fromkeys(self.held_dtype(b.dtype) for b in cpu):
+            held |= self._slices([b for b in cpu if self.held_dtype(b.dtype) == dtype], dtype, pinned=True)
+        outs = {b.index: weights[b.index] for b in cpu if b.flow and b.dtype != "float32"}
+        if plan.cast_up != "gpu":
+            for name in dict.fromkeys(b.dtype for b in cpu if b.dtype != "float32" and not b.flow):
+                mine = [b for b in cpu if b.dtype == name and not b.flow]
+                outs |= self._slices(mine, DTYPES[name], pinned=True)
         undo = undo_memory(cpu, plan, self.host)
-        offset, held_offset, copy_offset = 0, dict.fromkeys(held, 0), dict.fromkeys(copies, 0)
+        states: list[BucketState] = []
         for b in layouts:
-            retained = b.index >= first_retained
             w = weights[b.index]
-            if retained:
-                is_master = b.dtype == "float32"
+            if b.index not in exp_avg:
+                on_device = w.to(device.device)
+                master = on_device if b.dtype == "float32" else on_device.float()
                 moments = torch.zeros(2, b.numel, dtype=torch.float32, device=device.device)
-                state = BucketState(b, True, w, w if is_master else w.float(), moments[0], moments[1],
-                                    torch.zeros_like(w), None)  # fmt: skip
+                state = BucketState(b, True, w, master, moments[0], moments[1], torch.zeros_like(on_device), None)
             else:
-                span = slice(offset, offset + b.numel)
-                h = self.held_dtype(b.dtype)
-                grad = held[h][held_offset[h] : held_offset[h] + b.numel]
-                state = BucketState(b, False, w, master[span], exp_avg[span], exp_avg_sq[span], grad, None)
-                state.master.copy_(w)
-                offset, held_offset[h] = offset + b.numel, held_offset[h] + b.numel
-                if b.dtype in copies:
-                    state.out = copies[b.dtype][copy_offset[b.dtype] : copy_offset[b.dtype] + b.numel]
+                k = b.index
+                state = BucketState(b, False, w, masters[k], exp_avg[k], exp_avg_sq[k], held[k], None, outs.get(k))
+                if k not in home_is_master:
+                    state.master.copy_(w)
+                if state.out is not None and not b.flow:
                     state.out.copy_(w)
-                    copy_offset[b.dtype] += b.numel
-                state.undo = undo.get(b.index)
+                state.undo = undo.get(k)
                 state.done = (device.new_event(timed=trace), device.new_event(timed=trace))
                 if trace:
                     state.upload_start = (device.new_event(timed=True), device.new_event(timed=True))
@@ -199,18 +200,48 @@ class Arenas:
             states.append(state)
         return states
 
-    def _adopt(self, dtype: str, arena: torch.Tensor, starts: dict[int, int]) -> None:
-        """Move the parameters of `dtype` into the arena. A parameter that spans buckets stays in one piece: only a
-        multiple of the alignment ends a bucket inside a parameter."""
+    def _slices(
+        self, layouts: Sequence[Bucket], dtype: torch.dtype, *, pinned: bool = False
+    ) -> dict[int, torch.Tensor]:
+        """One host arena for some buckets: bucket -> its part."""
+        arena = self.host.zeros(sum(b.numel for b in layouts), dtype, pinned=pinned)
+        return _cut(arena, layouts)
+
+    def _weights(self, layouts: Sequence[Bucket], device: Device) -> dict[int, torch.Tensor]:
+        """Arenas of the weights, with the parameters moved into them."""
+        weights: dict[int, torch.Tensor] = {}
+        for dtype, flow in dict.fromkeys((b.dtype, b.flow) for b in layouts):
+            mine = [b for b in layouts if (b.dtype, b.flow) == (dtype, flow)]
+            size = sum(b.numel for b in mine)
+            if flow:
+                arena = self.host.zeros(size, DTYPES[dtype], pinned=True)
+            else:
+                arena = torch.zeros(size, dtype=DTYPES[dtype], device=device.device)
+            parts = _cut(arena, mine)
+            weights |= parts
+            starts = {k: int(part.storage_offset()) for k, part in parts.items()}
+            self._adopt(arena, device.alias(arena) if flow else None, starts)
+        return weights
+
+    def _adopt(self, arena: torch.Tensor, alias: torch.Tensor | None, starts: dict[int, int]) -> None:
+        """Move the parameters of some buckets into their arena. A parameter that spans buckets stays in one piece: only
+        a multiple of the alignment ends a bucket inside a parameter.
+
+        Args:
+            alias: of an arena on the host, the same memory as the device reads it.
+        """
         for p in self.params:
-            if p.dtype != dtype or not p.places:
+            if not p.places or p.places[0][0] not in starts:
                 continue
             bucket, segment = p.places[0]
-            start = starts[bucket] + segment.start
-            view = arena[start : start + p.numel].view(p.param.shape)
+            span = slice(starts[bucket] + segment.start, starts[bucket] + segment.start + p.numel)
+            view = arena[span].view(p.param.shape)
             view.copy_(p.param.data)
-            p.param.data = view
-            p.address = int(view.data_ptr())
+            if alias is None:
+                p.point_to(view)
+            else:
+                p.home, p.home_on_device = view, alias[span].view(p.param.shape)
+                p.point_to(p.home_on_device)
 
     def chunks(self, segments: Sequence[Segment]) -> list[Chunk]:
         """Norm chunks of some segments of one bucket."""
@@ -256,14 +287,15 @@ class Arenas:
                 source = b.out
                 d.out, d.out_dtype = b.out.data_ptr(), DTYPE_CODES[b.layout.dtype]
                 d.out_separate = self.plan.cast_up == "cpu"
-            elif b.layout.dtype != "float32":
+            elif not b.flow and b.layout.dtype != "float32":
                 d.out_dtype, d.stage, d.stage_numel = (
                     DTYPE_CODES[b.layout.dtype],
                     self._stage.data_ptr(),
                     b.layout.numel,
                 )
-            d.upload_from, d.upload_to = source.data_ptr(), b.weights.data_ptr()
-            d.upload_bytes = b.layout.numel * source.element_size()
+            if not b.flow:  # what flows is at home already
+                d.upload_from, d.upload_to = source.data_ptr(), b.weights.data_ptr()
+                d.upload_bytes = b.layout.numel * source.element_size()
             for parity in (0, 1):
                 start, done = b.upload_start[parity], b.done[parity]
                 d.set_events(parity, device.event_handle(start), device.event_handle(done))
@@ -275,3 +307,13 @@ class Arenas:
                 d.add_partials(first, count)
         self._scratch = scratch  # the worker holds only its address
         return descriptions
+
+
+def _cut(arena: torch.Tensor, layouts: Sequence[Bucket]) -> dict[int, torch.Tensor]:
+    """Buckets' parts of an arena, in order."""
+    parts: dict[int, torch.Tensor] = {}
+    start = 0
+    for b in layouts:
+        parts[b.index] = arena[start : start + b.numel]
+        start += b.numel
+    return parts

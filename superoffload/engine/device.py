@@ -8,7 +8,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ from superoffload.kernels import norm_partials as norm_on_host
 from superoffload.kernels.cast_ptx import CAST_PTX
 from superoffload.layout import NORM_CHUNK
 
+Stream = Literal["compute", "down", "fetch"]
 Chunk = tuple[int, int, int]
 """First element in the bucket, elements, index among the partial sums."""
 
@@ -38,6 +39,19 @@ class HostDevice:
     def down_waits_for_compute(self) -> None: ...
 
     def up_waits_for_compute(self) -> None: ...
+
+    def fetch_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def fetch_waits_for_compute(self) -> None: ...
+
+    def fetch_waits(self, event: Any) -> None: ...
+
+    def record_fetch(self, event: Any) -> None: ...
+
+    def alias(self, host: torch.Tensor) -> torch.Tensor:
+        """Host memory as the device's kernels see it: the same memory."""
+        return host
 
     def guard(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -83,7 +97,7 @@ class HostDevice:
             norm_on_host(x[start : start + count], out[index : index + (j - i)], threads=self._norm_threads)
             i = j
 
-    def now(self, *, down: bool = False) -> float:
+    def now(self, *, on: Stream = "compute") -> float:
         """A mark: the time itself."""
         return time.perf_counter()
 
@@ -106,6 +120,7 @@ class CudaDevice:
         with torch.cuda.device(device):
             self._down = torch.cuda.Stream(device)
             self._up = torch.cuda.Stream(device)
+            self._fetch = torch.cuda.Stream(device)
             self._fork = torch.cuda.Event()
             self.cuda_api = self._driver_api()
         self._anchor_event = torch.cuda.Event(enable_timing=True)
@@ -160,6 +175,27 @@ class CudaDevice:
         self._fork.record(self.compute)
         self._up.wait_event(self._fork)
 
+    def fetch_stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._fetch)
+
+    def fetch_waits_for_compute(self) -> None:
+        self._fork.record(self.compute)
+        self._fetch.wait_event(self._fork)
+
+    def fetch_waits(self, event: Any) -> None:
+        self._fetch.wait_event(event)
+
+    def record_fetch(self, event: Any) -> None:
+        event.record(self._fetch)
+
+    def alias(self, host: torch.Tensor) -> torch.Tensor:
+        """Pinned host memory as a tensor of this device: kernels read and write it across the link, slowly but
+        rightly. Registered memory has the same address on both sides; what is not registered, torch refuses."""
+        found = torch.as_tensor(_Registered(host), device=self.device).view(host.dtype)
+        if found.data_ptr() != host.data_ptr():
+            raise RuntimeError(f"the device reads host memory at another address than {host.data_ptr():#x}")
+        return found
+
     def guard(self) -> AbstractContextManager[Any]:
         """Makes this the current device: kernels launched by Triton go to the current one."""
         return torch.cuda.device(self.device)
@@ -208,10 +244,10 @@ class CudaDevice:
 
         gpu.norm_partials(x, table, out)
 
-    def now(self, *, down: bool = False) -> Any:
-        """A mark on the compute stream, or on the download stream: a timed event."""
+    def now(self, *, on: Stream = "compute") -> Any:
+        """A mark on a stream: a timed event."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self._down if down else self.compute)
+        event.record({"down": self._down, "fetch": self._fetch}.get(on) or self.compute)
         return event
 
     def seconds(self, mark: Any) -> float:
@@ -228,6 +264,17 @@ class CudaDevice:
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
+
+
+class _Registered:
+    """Bytes of pinned memory for torch's array interface. The tensor made from it keeps them alive."""
+
+    def __init__(self, host: torch.Tensor):
+        self._host = host
+        self.__cuda_array_interface__ = {
+            "shape": (host.numel() * host.element_size(),), "typestr": "|u1", "data": (host.data_ptr(), False),
+            "strides": None, "version": 3,
+        }  # fmt: skip
 
 
 Device = HostDevice | CudaDevice

@@ -210,10 +210,10 @@ class GradientCollector:
                 if last:
                     self._sum(state, landed, segments, whole)
                     self.sums_on_download = True
-            start = self._recorder.mark(self._device, down=True)
+            start = self._recorder.mark(self._device, on="down")
             for span in _spans(segments, whole):
                 state.grad[span].copy_(landed[span], non_blocking=True)
-            end = self._recorder.mark(self._device, down=True)
+            end = self._recorder.mark(self._device, on="down")
         self._device.record_down(slot.sent)
         slot.used = True
         self._free.append(slot)
@@ -232,11 +232,11 @@ class GradientCollector:
         if self._fetched is None:
             self._fetched = torch.zeros(self._slot_bytes, dtype=torch.uint8, device=self._device.device)
         held = self._fetched[: state.layout.numel * state.grad.element_size()].view(state.grad.dtype)
-        start = self._recorder.mark(self._device, down=True)
+        start = self._recorder.mark(self._device, on="down")
         for span in _spans(segments, len(segments) == len(state.layout.segments)):
             held[span].copy_(state.grad[span], non_blocking=True)
         nbytes = sum(s.numel for s in segments) * state.grad.element_size()
-        end = self._recorder.mark(self._device, down=True)
+        end = self._recorder.mark(self._device, on="down")
         self._recorder.add("link_up", "fetch", start, end, bucket=state.index, nbytes=nbytes)
         return held
 

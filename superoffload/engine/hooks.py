@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -25,6 +27,30 @@ class BlockHook:
         return (BlockHook, (None, self._block))
 
 
+class BackwardHook:
+    """Forward hook of a block: announces the backward of the block by the gradient of what it returns.
+
+    A hook on the tensors themselves: a module's own backward hooks would put a view of every output into the graph.
+    """
+
+    def __init__(self, coming: Callable[[int], None] | None, block: int):
+        self._coming, self._block = coming, block
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._coming is None or not torch.is_grad_enabled():
+            return
+        coming, block = self._coming, self._block
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: coming(block))
+
+    def __deepcopy__(self, memo: Any) -> BackwardHook:
+        return BackwardHook(None, self._block)
+
+    def __reduce__(self) -> Any:
+        return (BackwardHook, (None, self._block))
+
+
 class SyncHook:
     """state_dict and load_state_dict pre-hook: weights on their way must have arrived."""
 
@@ -40,3 +66,18 @@ class SyncHook:
 
     def __reduce__(self) -> Any:
         return (SyncHook, (None,))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors of what a module returns: nested lists, tuples, dictionaries and dataclasses of them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from tensors_in(v)
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from tensors_in(v)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for f in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, f.name))

@@ -21,6 +21,7 @@ from superoffload.engine import checkpoint, report
 from superoffload.engine.arguments import Hyper, StepSettings, accelerate_syncs, check_hyper, resolve_plan
 from superoffload.engine.blocks import find_blocks
 from superoffload.engine.buckets import DTYPES, ManagedParam, plan_layout
+from superoffload.engine.flow import check_flow_blocks
 from superoffload.engine.loss_scale import LossScale
 from superoffload.engine.stats import Stats, StepLog, StepRecord
 from superoffload.engine.stepper import Engine
@@ -66,8 +67,8 @@ class OffloadAdamW(torch.optim.Optimizer):
     Function) needs `speculate="off"`.
 
     Raises:
-        InputError: a parameter list instead of the model, a parameter that is not the model's, an unknown plan field.
-        NotSupported: a plan that this version can simulate but not run.
+        InputError: a parameter list instead of the model, a parameter that is not the model's, an unknown plan field, a
+            block that cannot flow.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Make the engine. Everything that can be refused is refused before anything changes."""
         group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
         blocks = find_blocks(self.model)
+        check_flow_blocks(blocks, self.plan.flow_blocks)
         block_of = {id(p): i for i, block in enumerate(blocks) for _, p in block.parameters}
         managed: list[ManagedParam] = []
         partials = 0

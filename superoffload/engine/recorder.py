@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from superoffload.engine.blocks import Block
-from superoffload.engine.device import Device
+from superoffload.engine.device import Device, Stream
+from superoffload.engine.hooks import tensors_in
 from superoffload.engine.stalls import name_stalls
 from superoffload.tracing import Kind, Lane, Stall, TraceEvent
 from superoffload.units import format_seconds
@@ -65,8 +66,8 @@ class Recorder:
         elif now - self._collecting > SHORTEST_COLLECTION_S:
             self._collections.append((self._collecting, now))
 
-    def mark(self, device: Device, *, down: bool = False) -> Any:
-        return device.now(down=down) if self.on else None
+    def mark(self, device: Device, *, on: Stream = "compute") -> Any:
+        return device.now(on=on) if self.on else None
 
     def add(
         self, lane: Lane, kind: Kind, start: Any, end: Any, *, block: int = -1, bucket: int = -1, nbytes: int = 0
@@ -108,7 +109,7 @@ class Recorder:
                 self.add("gpu", "recompute", start, end, block=index)
                 return
             self.add("gpu", "forward", start, end, block=index)
-            tensor = next(iter(_tensors(output)), None)
+            tensor = next(tensors_in(output), None)
             if tensor is not None and tensor.requires_grad:
                 tensor.register_hook(lambda grad: self._begin_backward(index))
 
@@ -208,14 +209,3 @@ def profiled(name: str) -> AbstractContextManager[Any]:
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return torch.profiler.record_function(f"superoffload: {name}")
     return nullcontext()
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from _tensors(v)
-    elif isinstance(value, list | tuple):
-        for v in value:
-            yield from _tensors(v)

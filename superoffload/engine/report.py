@@ -41,7 +41,7 @@ def stats(optimizer: OffloadAdamW) -> Stats:
 
 def memory(engine: Engine) -> Ledger:
     buckets = engine.arenas.buckets
-    weights = sum(b.weights.numel() * b.weights.element_size() for b in buckets)
+    weights = sum(b.weights.nbytes for b in buckets if not b.flow)
     retained = [b for b in buckets if b.retained]
     state = sum((b.exp_avg.numel() * 2 + (b.master.numel() if b.master is not b.weights else 0)) * 4
                 + b.grad.numel() * b.grad.element_size() for b in retained)  # fmt: skip
@@ -49,6 +49,7 @@ def memory(engine: Engine) -> Ledger:
     host = engine.arenas.host
     return Ledger(items=(
         LedgerItem("gpu", "weights", weights),
+        LedgerItem("gpu", "flow slots", engine.flow.device_bytes),
         LedgerItem("gpu", "retained buckets", state),
         LedgerItem("gpu", "gradient ring and norm partials", engine.collector.device_bytes),
         LedgerItem("host", "master weights and moments", host.pageable_bytes - undo),
@@ -102,6 +103,8 @@ def _uploads(engine: Engine) -> list[tuple[int, Any, Any, int]]:
         return []
     found: list[tuple[int, Any, Any, int]] = []
     for b in engine.arenas.cpu_buckets:
+        if b.flow:
+            continue
         size = b.layout.numel * (b.master if b.out is None else b.out).element_size()
         found += [(b.index, b.upload_start[parity], b.done[parity], size) for parity in (0, 1)]
     return found

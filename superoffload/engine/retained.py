@@ -29,6 +29,15 @@ class RetainedUpdate:
         self._device, self._partials, self._recorder = device, partials, recorder
         self.done = device.new_event()
         """Recorded after the last update, for a forward on another stream."""
+        self.homed = device.new_event()
+        """Recorded when the new weights of flow blocks have come home."""
+        self._stages: list[tuple[torch.Tensor, Any]] = []
+        """Where their new weights are made, by turns, with the event that tells when each is free again."""
+        flow = [b.layout.numel * b.weights.element_size() for b in self._buckets if b.flow]
+        if flow and device.is_cuda:
+            self._stages = [
+                (torch.empty(max(flow), dtype=torch.uint8, device=device.device), device.new_event()) for _ in range(2)
+            ]
         self._judge: Any = None
         if self._buckets and device.is_cuda:
             from superoffload.kernels import gpu
@@ -66,10 +75,31 @@ class RetainedUpdate:
             for span, group, count in self._runs(b, hyper, counts, active):
                 self._launch(b, span, hyper[group], count, scale)
             self._recorder.add("gpu", "gpu_adam", start, self._recorder.mark(self._device), bucket=b.index)
+            if b.flow:
+                self._send_home(b)
         self._device.record(self.done)
+        self._device.record_down(self.homed)
+
+    def _send_home(self, b: BucketState) -> None:
+        """Cast the master into the home of the weights, also after a skipped step: they are the same bits then."""
+        if not self._stages:
+            b.weights.copy_(b.master)
+            return
+        memory, free = self._stages[0]
+        self._stages.reverse()
+        self._device.compute_waits(free)
+        stage = memory[: b.weights.numel() * b.weights.element_size()].view(b.weights.dtype)
+        stage.copy_(b.master)
+        self._device.down_waits_for_compute()
+        with self._device.down_stream():
+            start = self._recorder.mark(self._device, on="down")
+            b.weights.copy_(stage, non_blocking=True)
+            end = self._recorder.mark(self._device, on="down")
+        self._device.record_down(free)
+        self._recorder.add("link_down", "copy_down", start, end, bucket=b.index, nbytes=stage.nbytes)
 
     def _launch(self, b: BucketState, span: slice, h: Hyper, count: int, scale: float) -> None:
-        weights = None if b.layout.dtype == "float32" else b.weights[span]
+        weights = None if b.layout.dtype == "float32" or b.flow else b.weights[span]
         arrays = (b.master[span], b.exp_avg[span], b.exp_avg_sq[span], b.grad[span])
         if self._judge is None:
             adam_step(*arrays, **h._asdict(), step=count, grad_scale=scale, out16=weights)

@@ -28,8 +28,9 @@ from superoffload.engine.arguments import StepSettings
 from superoffload.engine.blocks import Block
 from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
 from superoffload.engine.device import device_for
+from superoffload.engine.flow import Flow
 from superoffload.engine.gradients import GradientCollector, collect_hook
-from superoffload.engine.hooks import BlockHook, SyncHook
+from superoffload.engine.hooks import BackwardHook, BlockHook, SyncHook
 from superoffload.engine.interrupts import uninterrupted
 from superoffload.engine.recorder import Recorder, profiled
 from superoffload.engine.retained import RetainedUpdate
@@ -111,6 +112,8 @@ class Engine:
         self._waited_s = 0.0
         self._order = [b.index for b in reversed(self.arenas.buckets) if not b.retained]
         self._retained = RetainedUpdate(self.arenas, self.device, self.collector.partials, self.recorder)
+        self.flow = life.flow = Flow(self.blocks, self.arenas, self.device, self.recorder, self.worker, self.weights,
+                                     self.speculation, self._retained.homed)  # fmt: skip
         self._ready: list[dict[int, int]] = [{} for _ in self.blocks]
         """Block -> stream -> the step whose weights that stream may read."""
         self._entered: set[int] = set()
@@ -141,6 +144,10 @@ class Engine:
             if engine is not None and last is not None:
                 engine.take(p, last)
 
+        def backward_comes(block: int) -> None:
+            if (engine := this()) is not None:
+                engine.backward_comes(block)
+
         untraced: Callable[[int], None] = torch.compiler.disable(ready)  # a host wait cannot be traced
 
         def synchronize() -> None:
@@ -151,6 +158,8 @@ class Engine:
             for module in block.modules:
                 # Before any other pre-hook, which may read the weights (torch's weight_norm does).
                 handles.append(module.register_forward_pre_hook(BlockHook(untraced, index), prepend=True))
+                if self.plan.flow_blocks:
+                    handles.append(module.register_forward_hook(BackwardHook(backward_comes, index)))
         for p in self.params:
             handles.append(collect_hook(take, p))
         for module in model.modules():
@@ -170,6 +179,7 @@ class Engine:
                     remedy="Call opt.synchronize() before the first forward that uses weights directly",
                 )
             self._unentered.add(p.block)
+        self.flow.check(p)
         self._with_gradient.add(p.block)
         self._after_verdict()
         if last and not self.collector.final_begun:
@@ -232,7 +242,15 @@ class Engine:
             self.cancel_speculation()  # a forward before step(): it reads the weights of the last step
         self._entered.add(block)
         self._wait_block(block)
+        # Inside backward a forward is a recomputation: the blocks before it come next.
+        self.flow.use(block, backward=torch._C._current_graph_task_id() != -1)
         self.weights.tell_rejected()
+
+    def backward_comes(self, block: int) -> None:
+        """Make the current stream safe to run `block`'s backward."""
+        if self.speculation.touches(block):
+            self.cancel_speculation()  # a backward more: it reads the weights of the last step
+        self.flow.use(block, backward=True)
 
     def _wait_block(self, block: int) -> None:
         stream = self.device.stream_id()
@@ -241,7 +259,7 @@ class Engine:
         for index in self._read_buckets[block]:
             state = self.arenas.buckets[index]
             if state.retained:
-                self.device.compute_waits(self._retained.done)
+                self.device.compute_waits(self._retained.homed if state.flow else self._retained.done)
                 continue
             begin = time.perf_counter()
             with profiled(f"wait for bucket {index}"):
@@ -328,6 +346,7 @@ class Engine:
         step = self._describe(sequence, arguments)
         step.ticket = self._ticket.data_ptr() if self.device.is_cuda else 0
         step.ticket_value, step.active, step.order = self._ticket_value, active.data_ptr(), self._order
+        self.flow.forget()  # edits in a slot have been adopted; from here on the homes change
         self.worker.submit(step)
         self.speculation.submitted()
         self.sequence = sequence
@@ -374,6 +393,7 @@ class Engine:
             self.weights.check_storage()
             self._adopt_edits()
             self.cancel_speculation()
+            self.flow.forget()
             for block in range(len(self.blocks)):
                 self._wait_block(block)
             self.device.synchronize_compute()

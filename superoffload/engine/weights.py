@@ -44,22 +44,25 @@ class Weights:
         for index, s in p.places:
             b = self._arenas.buckets[index]
             span = slice(s.start, s.start + s.numel)
-            weights = b.weights[span].to(b.master.device)
-            if b.master.data_ptr() != b.weights.data_ptr():
+            # Of a flow block the parameter may lie in the slot or at home; it says where.
+            weights = p.param.detach().reshape(-1)[s.offset : s.offset + s.numel].to(b.master.device)
+            if b.master.data_ptr() != b.weights.data_ptr() or b.flow:
                 kept = b.master[span].to(weights.dtype) == weights
                 b.master[span].copy_(torch.where(kept, b.master[span], weights.float()))
-            if b.out is not None:
+            if b.flow:
+                b.weights[span].copy_(weights)
+            elif b.out is not None:
                 b.out[span].copy_(weights)
         self._versions[p.index] = p.param._version
 
     def reject(self, edited: Iterable[ManagedParam]) -> None:
         """Take back an edit that raced with the worker, so that it was overwritten or made to weights of the next step:
-        the weights are those of the last update again."""
+        the weights are those of the last update again (of a flow block at home; a slot is fetched anew)."""
         for p in edited:
             for index, s in p.places:
                 b = self._arenas.buckets[index]
                 span = slice(s.start, s.start + s.numel)
-                b.weights[span].copy_((b.master if b.out is None else b.out)[span])
+                b.weights[span].copy_((b.master if b.out is None or b.flow else b.out)[span])
             self._rejected[p.name] = None
 
     def tell_rejected(self) -> None:

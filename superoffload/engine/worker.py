@@ -7,7 +7,7 @@ to the engine: garbage collection may clear an engine's attributes in any order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from superoffload.engine.device import Device
 from superoffload.engine.recorder import Recorder
 from superoffload.errors import EngineError
 from superoffload.kernels import native
+
+if TYPE_CHECKING:
+    from superoffload.engine.flow import Flow
 
 Verdict = tuple[int, float, float, bool, int]
 """Sequence, gradient norm before clipping, clip coefficient, whether it was skipped, how many were skipped so far."""
@@ -60,6 +63,18 @@ class WorkerFace:
         if state.sequence:
             self._call(self._native.wait_bucket, state.index, state.sequence)
 
+    def bucket_done(self, state: BucketState) -> bool:
+        """Whether `wait_bucket` would not block."""
+        done = True
+        if state.sequence:
+
+            def ask() -> None:
+                nonlocal done
+                done = self._native.bucket_done(state.index, state.sequence)
+
+            self._call(ask)
+        return done
+
     def wait_idle(self) -> None:
         self._call(self._native.wait_idle)
 
@@ -89,6 +104,7 @@ class Lifeline:
         self.handles: list[Any] = []
         self.worker: WorkerFace | None = None
         self.recorder: Recorder | None = None
+        self.flow: Flow | None = None
         self.tensors: list[torch.Tensor] = []
         """What the worker reads besides the arenas."""
 
@@ -102,6 +118,8 @@ class Lifeline:
             self.worker.close()
         try:
             self.device.close()
+            if self.flow is not None:
+                self.flow.restore()
         finally:
             self.arenas.host.release()
             self.tensors.clear()

@@ -197,6 +197,10 @@ class Worker:
     def wait_bucket(self, bucket: int, sequence: int) -> None:
         self._check()
 
+    def bucket_done(self, bucket: int, sequence: int) -> bool:
+        self._check()
+        return True
+
     def wait_idle(self) -> None:
         self._check()
 

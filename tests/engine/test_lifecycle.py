@@ -386,7 +386,7 @@ def test_closing_wakes_a_waiting_thread():
         ({"weight_decay": "x"}, InputError, "weight_decay = 'x'"),
         ({"betas": 0.9}, InputError, "betas = 0.9"),
         ({"max_grad_norm": 0.0}, InputError, "max_grad_norm"),
-        ({"flow_blocks": (1,)}, NotSupported, "flow_blocks"),
+        ({"flow_blocks": (99,)}, InputError, "flow_blocks names block 99"),
         ({"retained_buckets": 10**6}, InputError, "at most"),
         ({"bucket_mb": -1}, InputError, "bucket_mb"),
     ],

@@ -29,13 +29,13 @@ def hold_up_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         def slow(method: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(self: Any, *args: Any) -> Any:
                 result = method(self, *args)
-                with torch.cuda.stream(self._down if "down" in method.__name__ else self._up):
+                with torch.cuda.stream(getattr(self, "_" + method.__name__.split("_")[0])):
                     torch.cuda._sleep(int(torch.randint(0, 2_000_000, (1,), generator=g)))
                 return result
 
             return wrapped
 
-        for name in ("down_waits_for_compute", "up_waits_for_compute"):
+        for name in ("down_waits_for_compute", "up_waits_for_compute", "fetch_waits_for_compute"):
             monkeypatch.setattr(CudaDevice, name, slow(getattr(CudaDevice, name)))
 
     return hold_up

@@ -70,14 +70,14 @@ def test_a_config_for_another_model_trains_nothing(tiny_model: Path, capsys: pyt
     assert not Path("run").exists()
 
 
-@pytest.mark.parametrize(("setting", "word"), [("flow=1", "flow_blocks")])
-def test_what_the_engine_cannot_do_yet_is_refused_by_name(
-    tiny_model: Path, capsys: pytest.CaptureFixture[str], setting: str, word: str
-) -> None:
-    make_config(tiny_model, "--set", setting, capsys=capsys)
-    assert cli.main(["train", "--config", "tuned.json", "--data", "text.txt", "--out", "run"]) == 2
-    assert word in capsys.readouterr().err
-    assert not Path("run").exists()
+def test_flow_trains_to_the_same_losses(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = []
+    for out, settings in (("stay", ()), ("flow", ("--set", "flow=2", "--set", "prefetch_blocks=1"))):
+        make_config(tiny_model, *settings, capsys=capsys)
+        command("train", "--config", "tuned.json", "--data", "text.txt", "--steps", "3", "--out", out, capsys=capsys)
+        losses.append([json.loads(line)["loss"] for line in Path(out, "metrics.jsonl").read_text().splitlines()])
+    assert TunedConfig.load("flow/tuned.json").plan.flow_blocks
+    assert losses[0] == losses[1]
 
 
 def test_a_preset_is_no_machine_to_measure_on(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

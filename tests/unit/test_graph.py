@@ -105,10 +105,28 @@ def test_only_the_last_micro_batch_completes_buckets(tiny: ModuleType) -> None:
 def test_flow_blocks_are_fetched_for_forward_and_backward_and_not_copied_up(tiny: ModuleType) -> None:
     g = graph.build(tiny.profile(tiny.hardware(), layers=4), tiny.plan(flow_blocks=(0, 2)))
     fetches = by_kind(g, "fetch")
-    # Block 2 is still there when its backward comes, as no other flow block was used in between.
-    assert [op.block for op in fetches] == [0, 2, 0]
+    assert [op.block for op in fetches] == [0, 2]  # two slots: both are still there when their backward comes
     assert sorted(op.bucket for op in by_kind(g, "copy_up")) == [0, 2]
     assert [g.ops[i].kind for i in fetches[0].previous if g.ops[i].lane == "cpu_adam"] == ["adam"]
+
+
+def test_what_lies_in_its_slot_is_not_fetched_again(tiny: ModuleType) -> None:
+    def fetched(**fields: object) -> list[int]:
+        g = graph.build(tiny.profile(tiny.hardware(), layers=6), tiny.plan(flow_blocks=(1, 2, 4, 5), **fields))
+        return [op.block for op in by_kind(g, "fetch")]
+
+    assert fetched() == [1, 2, 4, 5, 2, 1]
+    assert fetched(prefetch_blocks=2) == [1, 2, 4, 5, 1]  # three slots, block 5 took that of block 1
+    assert fetched(prefetch_blocks=9) == [1, 2, 4, 5]
+    assert fetched(accumulation=2) == [1, 2, 4, 5, 2, 1, 4, 5, 2, 1]  # blocks 1 and 2 wait for the next micro-batch
+
+
+def test_a_fetch_waits_for_the_last_use_of_its_slot(tiny: ModuleType) -> None:
+    g = graph.build(tiny.profile(tiny.hardware(), layers=6), tiny.plan(flow_blocks=(1, 2, 4, 5)))
+    third = by_kind(g, "fetch")[2]
+    assert {(g.ops[d].kind, g.ops[d].block) for d in third.deps} == {("forward", 1), ("fetch", 2)}
+    first = by_kind(g, "fetch")[0]  # of the step before, the backward of the block that had its slot last
+    assert ("backward", 1) in {(g.ops[i].kind, g.ops[i].block) for i in first.previous}
 
 
 def test_a_flow_block_in_a_retained_bucket_sends_its_new_weights_home(tiny: ModuleType) -> None:

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from superoffload.layout import ALIGN, NORM_CHUNK, TensorRef, bucket_elements, cut_buckets
 
 SIZES = st.one_of(st.integers(1, 300), st.integers(1, 6 * NORM_CHUNK), st.sampled_from([NORM_CHUNK, 2 * NORM_CHUNK]))
-TENSORS = st.lists(st.tuples(SIZES, st.sampled_from(["bfloat16", "float32"])), max_size=12)
+TENSORS = st.lists(st.tuples(SIZES, st.sampled_from(["bfloat16", "float32"]), st.booleans()), max_size=12)
 BUCKET_MB = st.sampled_from([1e-6, 0.03125, 0.0625, 0.1, 0.5])
 
 
 @given(TENSORS, BUCKET_MB)
-def test_every_element_is_in_exactly_one_place(sizes: list[tuple[int, str]], bucket_mb: float) -> None:
-    tensors = [TensorRef(i, block=i // 2, numel=n, dtype=d) for i, (n, d) in enumerate(sizes)]
+def test_every_element_is_in_exactly_one_place(sizes: list[tuple[int, str, bool]], bucket_mb: float) -> None:
+    tensors = [TensorRef(i, block=i // 2, numel=n, dtype=d, flow=f) for i, (n, d, f) in enumerate(sizes)]
     buckets = cut_buckets(tensors, bucket_mb)
     seen: dict[int, int] = {}
     for bucket in buckets:
@@ -25,7 +25,7 @@ def test_every_element_is_in_exactly_one_place(sizes: list[tuple[int, str]], buc
             assert s.offset % NORM_CHUNK == 0
             assert s.start >= end  # no overlap
             assert s.offset == seen.get(s.tensor, 0)  # in order, nothing skipped
-            assert tensors[s.tensor].dtype == bucket.dtype
+            assert (tensors[s.tensor].dtype, tensors[s.tensor].flow) == (bucket.dtype, bucket.flow)
             seen[s.tensor] = s.offset + s.numel
             end = s.start + s.numel
         assert end <= bucket.numel <= bucket_elements(bucket_mb)
@@ -36,10 +36,13 @@ def test_every_element_is_in_exactly_one_place(sizes: list[tuple[int, str]], buc
 
 
 @given(TENSORS, BUCKET_MB)
-def test_buckets_close_in_backward_order(sizes: list[tuple[int, str]], bucket_mb: float) -> None:
-    tensors = [TensorRef(i, 0, n, d) for i, (n, d) in enumerate(sizes)]
-    for dtype in ("bfloat16", "float32"):
-        order = [s.tensor for b in cut_buckets(tensors, bucket_mb) if b.dtype == dtype for s in b.segments]
+def test_buckets_are_numbered_as_backward_completes_them(sizes: list[tuple[int, str, bool]], bucket_mb: float) -> None:
+    tensors = [TensorRef(i, 0, n, d, f) for i, (n, d, f) in enumerate(sizes)]
+    buckets = cut_buckets(tensors, bucket_mb)
+    ends = [(b.segments[-1].tensor, b.segments[-1].offset) for b in buckets]
+    assert ends == sorted(ends)
+    for kind in {(b.dtype, b.flow) for b in buckets}:
+        order = [s.tensor for b in buckets if (b.dtype, b.flow) == kind for s in b.segments]
         assert order == sorted(order)
 
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import Tensor, nn  # noqa: E402
 
 from superoffload.engine import OffloadAdamW  # noqa: E402
-from superoffload.errors import InputError, NotSupported  # noqa: E402
+from superoffload.errors import InputError  # noqa: E402
 from superoffload.hardware import preset  # noqa: E402
 from superoffload.plan import Plan  # noqa: E402
 from superoffload.profiler import Profile  # noqa: E402
@@ -84,7 +84,9 @@ def plan_for(p: Profile, **fields: object) -> Plan:
     return Plan(bucket_mb=0.03, activations="none", micro_batch=p.micro_batch, seq_len=p.seq_len, **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fields", [{}, {"accumulation": 2}, {"retained_buckets": 1, "cast_down": "cpu"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"accumulation": 2}, {"retained_buckets": 1, "cast_down": "cpu"}, {"flow_blocks": (1,)}]
+)
 def test_measuring_leaves_the_model_bit_identical(
     model: nn.Module, profiled: Profile, fields: dict[str, object]
 ) -> None:
@@ -105,8 +107,9 @@ def test_cancel_and_errors_leave_it_bit_identical_too(model: nn.Module, profiled
     with pytest.raises(Cancelled):
         measure_steps(model, BATCH, profiled, plan_for(profiled), stop=stop, progress=lambda _: stop.set())
     assert state(model) == before
-    with pytest.raises(NotSupported, match="flow_blocks"):
-        measure_steps(model, BATCH, profiled, plan_for(profiled, flow_blocks=(1,)))
+    cannot_run = plan_for(profiled).replace(flow_blocks=(99,))
+    with pytest.raises(InputError, match="flow_blocks"):
+        measure_steps(model, BATCH, profiled, cannot_run)
     assert state(model) == before
 
     def fail(*_: object) -> None:
@@ -154,14 +157,15 @@ def test_the_panel_measures_in_a_thread_and_overlays(model: nn.Module, profiled:
     assert t.config.measurement is None
 
 
-def test_a_plan_that_cannot_run_is_refused_in_the_panel(model: nn.Module, profiled: Profile) -> None:
-    t = Tuner(profiled, plan_for(profiled, flow_blocks=(1,)), autosave=False, model=model, batch=BATCH)
+def test_what_cannot_be_measured_is_refused_in_the_panel(model: nn.Module, profiled: Profile) -> None:
+    t = Tuner(profiled, plan_for(profiled), autosave=False, model=model, batch=BATCH)
     t.measure.value = True
     panel = t.measure_panel
     assert panel is not None
-    panel.start.click()
-    panel.wait(60)
-    assert "flow_blocks" in panel.messages.value
+    with OffloadAdamW(model, plan=plan_for(profiled)):
+        panel.start.click()
+        panel.wait(60)
+    assert "opt.close()" in panel.messages.value
     assert 'role="alert"' in panel.messages.value
     assert t.measured is None
 

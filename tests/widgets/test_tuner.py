@@ -13,9 +13,9 @@ import pytest
 from comm.base_comm import BaseComm
 
 from superoffload.config import OptimizerConfig, TunedConfig
-from superoffload.errors import InputError, NotSupported
+from superoffload.errors import InputError
 from superoffload.hardware import Hardware, preset
-from superoffload.plan import Plan, simulated_only
+from superoffload.plan import Plan
 from superoffload.planner import make_plan
 from superoffload.profiler import Profile, estimate
 from superoffload.simulator import simulate
@@ -246,33 +246,6 @@ def test_a_slider_is_never_beyond_its_limits_on_the_way(tuner: Tuner, monkeypatc
         tuner.machine.value = back
     assert not beyond
     assert "adam_threads" in tuner.plan.reasons
-
-
-def test_what_the_engine_refuses_is_said_at_the_knob_and_the_export(tuner: Tuner, tmp_path: Path) -> None:
-    tuner.controls.flow.value = 2
-    assert "simulated only" in tuner.controls.knobs["flow_blocks"].why.value
-    assert "simulated only" not in tuner.controls.knobs["speculate"].why.value
-    tuner.export.value = True
-    assert tuner.export_panel is not None
-    tuner.export_panel.path.value = str(tmp_path / "tuned.json")
-    tuner.export_panel.write.click()
-    assert "refuses to train" in tuner.export_panel.messages.value
-    tuner.auto.click()
-    tuner.export_panel.write.click()
-    assert "refuses to train" not in tuner.export_panel.messages.value
-
-
-@pytest.mark.parametrize("fields", [{}, {"flow_blocks": (1,)}, {"speculate": "on"}])
-def test_simulated_only_agrees_with_the_engine(fields: dict[str, Any]) -> None:
-    pytest.importorskip("torch")
-    from superoffload.engine.arguments import resolve_plan
-
-    plan = Plan(**fields)
-    if simulated_only(plan):
-        with pytest.raises(NotSupported):
-            resolve_plan(plan, {})
-    else:
-        assert resolve_plan(plan, {}) == plan
 
 
 def test_knobs_that_do_nothing_are_out_of_sight(tuner: Tuner) -> None:
