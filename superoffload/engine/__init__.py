@@ -2,5 +2,14 @@
 
 from superoffload.engine.blocks import Block, find_blocks
 from superoffload.engine.optimizer import OffloadAdamW, Stats
+from superoffload.engine.start import RandomWeights, SafetensorsWeights, WeightSource
 
-__all__ = ["Block", "OffloadAdamW", "Stats", "find_blocks"]
+__all__ = [
+    "Block",
+    "OffloadAdamW",
+    "RandomWeights",
+    "SafetensorsWeights",
+    "Stats",
+    "WeightSource",
+    "find_blocks",
+]

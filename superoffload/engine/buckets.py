@@ -18,6 +18,7 @@ from torch import nn
 from superoffload.engine.device import Chunk, Device
 from superoffload.engine.host_memory import HostMemory
 from superoffload.engine.placement import place
+from superoffload.engine.start import Start, become
 from superoffload.engine.undo_memory import UndoMemory, undo_memory
 from superoffload.errors import InputError
 from superoffload.kernels import DTYPE_CODES, native
@@ -50,7 +51,10 @@ class ManagedParam:
 
     def point_to(self, weights: torch.Tensor) -> None:
         """Let the parameter be `weights`, which hold its values. Its version stays: these are not new ones."""
-        self.param.data = weights
+        if self.param.is_meta:
+            become(self.param, weights)
+        else:
+            self.param.data = weights
         self.address = int(weights.data_ptr())
 
     @property
@@ -135,7 +139,9 @@ class Arenas:
         device: Device,
         *,
         trace: bool,
+        start: Start | None = None,
     ):
+        self._start = start or Start(device.device)
         self.host = HostMemory(
             can_pin=device.is_cuda, placement=place(device.device, plan.adam_threads), threads=plan.adam_threads
         )
@@ -146,7 +152,9 @@ class Arenas:
                 self.params[segment.tensor].places.append((layout.index, segment))
         self.partial_count = sum(p.chunks for p in params)
         self.capacity = max((b.numel for b in layouts), default=0)
-        self.buckets = self._allocate(layouts, device, trace)
+        with self._start.showing([p.param for p in params]):
+            weights = self._weights(layouts, device)
+        self.buckets = self._allocate(layouts, weights, device, trace)
 
     @property
     def cpu_buckets(self) -> list[BucketState]:
@@ -156,9 +164,10 @@ class Arenas:
         """Dtype in which gradients of weights of `dtype` cross the link and wait."""
         return torch.float32 if self.plan.cast_down == "gpu" else DTYPES[dtype]
 
-    def _allocate(self, layouts: Sequence[Bucket], device: Device, trace: bool) -> list[BucketState]:
+    def _allocate(
+        self, layouts: Sequence[Bucket], weights: dict[int, torch.Tensor], device: Device, trace: bool
+    ) -> list[BucketState]:
         plan = self.plan
-        weights = self._weights(layouts, device)
         cpu = [b for b in layouts if b.index < len(layouts) - plan.retained_buckets]
         # The home of fp32 weights that flow is their master.
         home_is_master = {b.index for b in cpu if b.flow and b.dtype == "float32"}
@@ -236,7 +245,7 @@ class Arenas:
             bucket, segment = p.places[0]
             span = slice(starts[bucket] + segment.start, starts[bucket] + segment.start + p.numel)
             view = arena[span].view(p.param.shape)
-            view.copy_(p.param.data)
+            self._start.place(p.name, p.param, view)
             if alias is None:
                 p.point_to(view)
             else:

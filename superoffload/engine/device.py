@@ -295,4 +295,11 @@ def device_for(device: torch.device) -> Device:
     )
 
 
-__all__ = ["Chunk", "CudaDevice", "Device", "HostDevice", "device_for"]
+def with_index(device: torch.device) -> torch.device:
+    """`cuda` as the current CUDA device, `cuda:N`, as tensors name it."""
+    if str(device) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+__all__ = ["Chunk", "CudaDevice", "Device", "HostDevice", "device_for", "with_index"]

@@ -21,8 +21,10 @@ from superoffload.engine import checkpoint, report
 from superoffload.engine.arguments import Hyper, StepSettings, accelerate_syncs, check_hyper, resolve_plan
 from superoffload.engine.blocks import find_blocks
 from superoffload.engine.buckets import DTYPES, ManagedParam, plan_layout
+from superoffload.engine.device import with_index
 from superoffload.engine.flow import check_flow_blocks
 from superoffload.engine.loss_scale import LossScale
+from superoffload.engine.start import Start, WeightSource, check_start, move_rest
 from superoffload.engine.stats import Stats, StepLog, StepRecord
 from superoffload.engine.stepper import Engine
 from superoffload.errors import EngineError, InputError, NotSupported
@@ -53,6 +55,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         max_grad_norm: clip the global gradient norm to this, as `clip_grad_norm_` would; None does not clip.
         gradient_accumulation_steps: backward passes per `step()`, where no `no_sync()` marks them.
         plan: where state lives; default: every bucket on the CPU. Any plan field may be given by name instead.
+        device: where the model computes; default: where its weights are. Weights elsewhere go straight to where they
+            are trained, so that a model which fits the GPU only with flow blocks can be made on the CPU, or on the meta
+            device.
+        weights: of parameters on the meta device: `RandomWeights()` or `SafetensorsWeights(PATH)` of this package.
         record_trace: keep timed events of the last steps for `trace()`.
 
     A gradient that is not finite, in whatever dtype, makes the step a `skip`: nothing is changed and nothing counted.
@@ -84,6 +90,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         gradient_accumulation_steps: int = 1,
         plan: Plan | None = None,
         record_trace: bool = False,
+        device: torch.device | str | None = None,
+        weights: WeightSource | None = None,
         **plan_fields: Any,
     ):
         if not isinstance(model, nn.Module):
@@ -95,7 +103,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         check_hyper(lr, betas, eps, weight_decay, max_grad_norm, gradient_accumulation_steps)
         self.model = model
         self.max_grad_norm = max_grad_norm
-        self.plan = resolve_plan(plan, plan_fields, next((p.device for p in model.parameters()), None))
+        self._device = None if device is None else with_index(torch.device(device))
+        self._weights = weights
+        self.plan = resolve_plan(plan, plan_fields, self._device or next((p.device for p in model.parameters()), None))
         self._record_trace = record_trace
         self._accumulation = gradient_accumulation_steps
         self._fired: dict[int, int] = {}
@@ -172,10 +182,14 @@ class OffloadAdamW(torch.optim.Optimizer):
             managed.append(ManagedParam(len(managed), name, p, block_of[id(p)], dtype, group_of[id(p)], partials))
             partials += managed[-1].chunks
         layouts = plan_layout(managed, len(blocks), self.plan)
+        check_start(self.model, self._weights)
         self._close_previous()
+        start = None if self._device is None else Start(self._device, self._weights, progress=True)
+        if self._device is not None:
+            move_rest(self.model, self._device, self._weights, (id(p.param) for p in managed))
         self._engine = Engine(
             self.model, blocks, managed, layouts, self.plan, trace=self._record_trace, collects=self._collects,
-            arguments=self._arguments, log=self._log,
+            arguments=self._arguments, log=self._log, start=start,
         )  # fmt: skip
         self._managed = managed
         if self._loss_scale is None and any(p.dtype == "float16" for p in managed):

@@ -35,6 +35,7 @@ from superoffload.engine.interrupts import uninterrupted
 from superoffload.engine.recorder import Recorder, profiled
 from superoffload.engine.retained import RetainedUpdate
 from superoffload.engine.speculation import Gate, Speculation
+from superoffload.engine.start import Start
 from superoffload.engine.stats import StepLog
 from superoffload.engine.weights import Weights, who_reads_what
 from superoffload.engine.worker import Lifeline, WorkerFace
@@ -54,6 +55,7 @@ class Engine:
             before the step; None leaves it in `p.grad`.
         arguments: what a step would be taken with now; asked at the first gradient of a step that may speculate.
         log: what finished steps did; outlives the engine.
+        start: where the model computes, and how its weights get there; None leaves it where it is.
     """
 
     def __init__(
@@ -68,17 +70,19 @@ class Engine:
         collects: Callable[[ManagedParam], bool | None],
         arguments: Callable[[], StepSettings],
         log: StepLog,
+        start: Start | None = None,
     ):
-        devices = {p.param.device for p in params}
+        devices = {start.device} if start is not None else {p.param.device for p in params}
         if len(devices) != 1:
             raise InputError(
                 f"the trainable parameters are on {sorted(map(str, devices)) or 'no device'}",
                 expected="one device",
-                remedy="Move the model with model.to(device) before making the optimizer",
+                remedy="Move the model with model.to(device) before making the optimizer, or pass device=",
             )
         self.plan, self.blocks, self.params = plan, list(blocks), list(params)
         self.device = device_for(devices.pop())
-        self.arenas = Arenas(params, layouts, plan, self.device, trace=trace)
+        with self.device.guard():
+            self.arenas = Arenas(params, layouts, plan, self.device, trace=trace, start=start)
         life = Lifeline(self.device, self.arenas)
         self.close = weakref.finalize(self, life.end)
         """Remove hooks, stop the worker, unpin memory. The parameters stay where they are, as ordinary tensors. Runs by

@@ -21,7 +21,7 @@ from superoffload.engine import OffloadAdamW
 VOCAB = 384
 
 
-def llama(dtype: torch.dtype = torch.float32, *, device: str = "cpu", tied: bool = False, layers: int = 3, seed: int = 0) -> nn.Module:  # fmt: skip  # noqa: E501
+def llama(dtype: torch.dtype = torch.float32, *, device: str | None = "cpu", tied: bool = False, layers: int = 3, seed: int = 0) -> nn.Module:  # fmt: skip  # noqa: E501
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -29,7 +29,8 @@ def llama(dtype: torch.dtype = torch.float32, *, device: str = "cpu", tied: bool
         hidden_size=64, num_hidden_layers=layers, intermediate_size=144, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCAB, tie_word_embeddings=tied, use_cache=False, max_position_embeddings=64,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(device=device, dtype=dtype).train()
+    model = LlamaForCausalLM(config).to(dtype)
+    return (model if device is None else model.to(device)).train()
 
 
 def checkpointed(model: Any, reentrant: bool) -> Any:
