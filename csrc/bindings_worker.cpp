@@ -45,6 +45,7 @@ void bind_worker(nb::module_& m) {
   nb::class_<so::BucketDesc>(m, "BucketDesc")
       .def(nb::init<>())
       .def_rw("master", &so::BucketDesc::master)
+      .def_rw("remainder", &so::BucketDesc::remainder)
       .def_rw("exp_avg", &so::BucketDesc::exp_avg)
       .def_rw("exp_avg_sq", &so::BucketDesc::exp_avg_sq)
       .def_rw("grad", &so::BucketDesc::grad)

@@ -6,15 +6,21 @@
 #include <stdexcept>
 #include <string>
 
+#include "split.h"
+
 namespace so {
 namespace {
 
 // The arrays of one tile.
 struct View {
-  float *p, *m, *v;
+  float* p;  // of a plain master
+  float *m, *v;
   const void* g;
-  void* out;  // null where weights are not written in the same pass
+  void* out;                 // null where weights are not written in the same pass
+  std::uint16_t* remainder;  // of a split master, whose other half is `out`; null for a plain one
   std::size_t n;
+
+  std::uint16_t* weight() const { return static_cast<std::uint16_t*>(out); }
 };
 
 bool writes_with_adam(const BucketDesc& b) { return b.out && !b.out_separate; }
@@ -23,11 +29,12 @@ bool writes_with_adam(const BucketDesc& b) { return b.out && !b.out_separate; }
 int weights_dtype(const BucketDesc& b) { return writes_with_adam(b) ? b.out_dtype : int(kF32); }
 
 View view(const BucketDesc& b, const Tile& t) {
-  return {at<float>(b.master) + t.start,
+  return {b.remainder ? nullptr : at<float>(b.master) + t.start,
           at<float>(b.exp_avg) + t.start,
           at<float>(b.exp_avg_sq) + t.start,
           at<char>(b.grad) + t.start * std::int64_t(dtype_bytes(b.grad_dtype)),
           writes_with_adam(b) ? at<char>(b.out) + t.start * std::int64_t(dtype_bytes(b.out_dtype)) : nullptr,
+          b.remainder ? at<std::uint16_t>(b.remainder) + t.start : nullptr,
           std::size_t(t.numel)};
 }
 
@@ -37,32 +44,59 @@ UndoTile record_of(const BucketDesc& b, const Tile& t) {
           at<std::uint32_t>(b.undo_counts) + t.index};
 }
 
-void plain_step(const BucketDesc& b, const View& a, const AdamScalars& s) {
-  kernels().adam[b.grad_dtype][weights_dtype(b)](a.p, a.m, a.v, a.g, a.out, a.n, s);
+// A step that cannot be taken back, of a gradient that may have been cast before.
+void plain_step(const BucketDesc& b, const View& a, const void* g, int grad_dtype, const AdamScalars& s) {
+  if (a.remainder) return adam_split(a.weight(), a.remainder, a.m, a.v, g, grad_dtype, a.n, s);
+  kernels().adam[grad_dtype][weights_dtype(b)](a.p, a.m, a.v, g, a.out, a.n, s);
 }
+
+void plain_step(const BucketDesc& b, const View& a, const AdamScalars& s) { plain_step(b, a, a.g, b.grad_dtype, s); }
 
 // The two ways in which a tile's step can be taken back: the record of undo.h, and a copy of what was there before.
 struct ByRecord {
   static bool step(const BucketDesc& b, const Tile& t, const View& a, const AdamScalars& s) {
+    if (a.remainder)
+      return adam_record_split(a.weight(), a.remainder, a.m, a.v, a.g, b.grad_dtype, a.n, s, record_of(b, t));
     return adam_record(a.p, a.m, a.v, a.g, b.grad_dtype, a.out, b.out_dtype, a.n, s, record_of(b, t));
   }
   static void undo(const BucketDesc& b, const Tile& t, const View& a, const AdamScalars& s) {
+    if (a.remainder)
+      return adam_undo_split(a.weight(), a.remainder, a.m, a.v, a.g, b.grad_dtype, a.n, s, record_of(b, t));
     adam_undo(a.p, a.m, a.v, a.g, b.grad_dtype, a.out, b.out_dtype, a.n, s, record_of(b, t));
   }
   static void redo(const BucketDesc& b, const Tile& t, const View& a, const AdamScalars& old_step,
                    const AdamScalars& new_step) {
+    if (a.remainder)
+      return adam_undo_redo_split(a.weight(), a.remainder, a.m, a.v, a.g, b.grad_dtype, a.n, old_step, new_step,
+                                  record_of(b, t));
     adam_undo_redo(a.p, a.m, a.v, a.g, b.grad_dtype, a.out, b.out_dtype, a.n, old_step, new_step, record_of(b, t));
   }
 };
 
 struct BySnapshot {
+  // The master in its layout: 4 bytes per element either way.
+  static void keep_master(const BucketDesc& b, const Tile& t, const View& a) {
+    auto* kept = at<char>(b.snapshot_p) + t.start * std::int64_t(sizeof(float));
+    if (!a.remainder) {
+      std::memcpy(kept, a.p, a.n * sizeof(float));
+      return;
+    }
+    std::memcpy(kept, a.weight(), a.n * sizeof(std::uint16_t));
+    std::memcpy(kept + a.n * sizeof(std::uint16_t), a.remainder, a.n * sizeof(std::uint16_t));
+  }
   static void restore(const BucketDesc& b, const Tile& t, const View& a) {
-    std::memcpy(a.p, at<float>(b.snapshot_p) + t.start, a.n * sizeof(float));
+    const auto* kept = at<const char>(b.snapshot_p) + t.start * std::int64_t(sizeof(float));
+    if (!a.remainder) {
+      std::memcpy(a.p, kept, a.n * sizeof(float));
+    } else {
+      std::memcpy(a.weight(), kept, a.n * sizeof(std::uint16_t));
+      std::memcpy(a.remainder, kept + a.n * sizeof(std::uint16_t), a.n * sizeof(std::uint16_t));
+    }
     std::memcpy(a.m, at<float>(b.snapshot_m) + t.start, a.n * sizeof(float));
     std::memcpy(a.v, at<float>(b.snapshot_v) + t.start, a.n * sizeof(float));
   }
   static bool step(const BucketDesc& b, const Tile& t, const View& a, const AdamScalars& s) {
-    std::memcpy(at<float>(b.snapshot_p) + t.start, a.p, a.n * sizeof(float));
+    keep_master(b, t, a);
     std::memcpy(at<float>(b.snapshot_m) + t.start, a.m, a.n * sizeof(float));
     std::memcpy(at<float>(b.snapshot_v) + t.start, a.v, a.n * sizeof(float));
     plain_step(b, a, s);
@@ -70,7 +104,7 @@ struct BySnapshot {
   }
   static void undo(const BucketDesc& b, const Tile& t, const View& a, const AdamScalars&) {
     restore(b, t, a);
-    if (a.out) kernels().cast[kF32][b.out_dtype](a.p, a.out, a.n);
+    if (a.out && !a.remainder) kernels().cast[kF32][b.out_dtype](a.p, a.out, a.n);
   }
   static void redo(const BucketDesc& b, const Tile& t, const View& a, const AdamScalars&, const AdamScalars& new_step) {
     restore(b, t, a);
@@ -165,10 +199,12 @@ void BucketUpdate::step(const BucketDesc& b, std::int32_t bucket, const StepDesc
     pass(kSpanCastGrad, b, bucket, step.sequence, tiles,
          [&](const Tile& t, const View& a) { cast(a.g, at<float>(b.grad_cast) + t.start, a.n); });
   }
-  const AdamFn adam = k.adam[b.grad_cast ? int(kF32) : b.grad_dtype][weights_dtype(b)];
   update(kSpanAdam, b, bucket, step.sequence, tiles, [&](const Tile& t, const View& a) {
-    adam(a.p, a.m, a.v, b.grad_cast ? static_cast<const void*>(at<float>(b.grad_cast) + t.start) : a.g, a.out, a.n,
-         s[t.segment]);
+    if (b.grad_cast) {
+      plain_step(b, a, at<float>(b.grad_cast) + t.start, kF32, s[t.segment]);
+    } else {
+      plain_step(b, a, s[t.segment]);
+    }
   });
 }
 

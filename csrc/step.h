@@ -26,6 +26,8 @@ struct SegmentDesc {
 
 struct BucketDesc {
   std::uintptr_t master = 0, exp_avg = 0, exp_avg_sq = 0;
+  // Of a split master (split_ops.h): the master's lower halves; the upper ones are `out`, bf16, and `master` is 0.
+  std::uintptr_t remainder = 0;
   std::uintptr_t grad = 0;  // held gradient on the host
   int grad_dtype = kF32;
   std::uintptr_t grad_cast = 0;  // fp32 scratch for a separate cast pass; 0 casts inside Adam

@@ -50,6 +50,7 @@ class CudaApi:
 
 class BucketDesc:
     master: int
+    remainder: int
     exp_avg: int
     exp_avg_sq: int
     grad: int

@@ -49,6 +49,10 @@ def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:
         (plan.speculate != "off" and plan.undo == "snapshot", {"undo": "record"}),
         (plan.speculate != "off", {"speculate": "off"}),
         ("gpu" in (plan.cast_down, plan.cast_up), {"cast_down": "fused", "cast_up": "fused"}),
+        (
+            plan.master == "plain" and any(b.dtype == "bfloat16" for b in profile.blocks),
+            {"master": "split", "cast_up": "fused"},
+        ),
         (plan.accumulation > 1, {"accumulation": 1}),
     )
     bases: list[Plan] = [plan]

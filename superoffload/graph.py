@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from superoffload.errors import InputError
 from superoffload.hardware import Curve, Hardware
 from superoffload.layout import Bucket, TensorRef, cut_buckets
-from superoffload.plan import Plan
+from superoffload.plan import Plan, check_master
 from superoffload.profiler import Profile, rescale
 from superoffload.tracing import Kind, Lane
 from superoffload.units import ADAM_STATE_BYTES, ADAM_STREAM_BYTES, DTYPE_BYTES, GB, UNDO_BYTES
@@ -132,6 +132,8 @@ class BucketCost:
 def bucket_cost(plan: Plan, dtype: str, *, flow: bool = False) -> BucketCost:
     """Bytes per parameter for the plan's casts.
 
+    A split master is read and written as its two halves, of which one is that copy (24 with m and v).
+
     A flow bucket's 16-bit weights have their home on the host, so the CPU writes them whatever `cast_up` says: where
     the GPU would cast, inside the Adam pass.
 
@@ -144,7 +146,7 @@ def bucket_cost(plan: Plan, dtype: str, *, flow: bool = False) -> BucketCost:
         return BucketCost(4, 4, 24 + 4 + undo, 0, 0, 12)
     down, up = plan.cast_down, "fused" if flow and plan.cast_up == "gpu" else plan.cast_up
     gradient = 2 if down == "fused" else 4
-    copy = 2 if up == "fused" else 0
+    copy = 2 if up == "fused" and not (plan.master == "split" and dtype == "bfloat16") else 0
     return BucketCost(
         down_bytes=down_bytes_per_param(plan, dtype),
         up_bytes=0 if flow else up_bytes_per_param(plan, dtype),
@@ -174,6 +176,7 @@ def check_plan(profile: Profile, plan: Plan) -> None:
     wrong = [b for b in plan.flow_blocks if not 0 <= b < len(profile.blocks)]
     if wrong:
         raise InputError(f"flow_blocks names block {wrong[0]}", expected=f"0 to {len(profile.blocks) - 1}")
+    check_master(plan)
     total = len(buckets_of(profile, plan.bucket_mb, plan.flow_blocks))
     if plan.retained_buckets > total:
         raise InputError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from superoffload.record import Record
-from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, GB, UNDO_BYTES
+from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, FP32_BYTES, GB, REMAINDER_BYTES, UNDO_BYTES
 
 if TYPE_CHECKING:
     from superoffload.layout import Bucket
@@ -99,7 +99,9 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
     copied = [b for b in on_cpu if b.dtype != "float32" and (plan.cast_up != "gpu" or b.flow)]
     homes = [b for b in copied if b.flow]
     retained_homes = sum(b.numel * DTYPE_BYTES[b.dtype] for b in retained if b.flow)
-    pinned_master = 4 * sum(b.numel for b in on_cpu) if len(copied) < len(on_cpu) else 0
+    own = [b for b in on_cpu if b.flow and b.dtype == "float32"]  # of these the master is the home
+    goes_up = any(b not in copied and not b.flow for b in on_cpu)
+    pinned_master = 4 * sum(b.numel for b in (on_cpu if goes_up else own))
     numel = {"cpu": sum(b.numel for b in on_cpu), "largest": max((b.numel for b in on_cpu), default=0)}
     gpu: dict[str, int] = {
         "16-bit weights": _weights([b for b in stay if b.dtype != "float32"]),
@@ -130,9 +132,12 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
         "home of flow blocks": retained_homes + sum(b.numel * DTYPE_BYTES[b.dtype] for b in homes),
         "pinned master weights": pinned_master,
     }
+    halved = sum(b.numel for b in on_cpu if plan.master == "split" and b.dtype == "bfloat16")
     casts = [b.numel for b in on_cpu if costs[b.dtype].cast_down_bytes]
     host: dict[str, int] = {
-        ("moments" if pinned_master else "master weights and moments"): ADAM_STATE_BYTES * numel["cpu"] - pinned_master,
+        ("moments" if pinned_master else "master weights and moments"): ADAM_STATE_BYTES * numel["cpu"]
+        - pinned_master
+        - (FP32_BYTES - REMAINDER_BYTES) * halved,
         "float32 gradient of one bucket": 4 * max(casts, default=0),
         f"undo {plan.undo}s": 0 if plan.speculate == "off" else sum(_undo_bytes(b, plan.undo) for b in on_cpu),
     }

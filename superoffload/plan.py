@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from superoffload.errors import InputError
 from superoffload.record import Record
 
 Cast = Literal["gpu", "cpu", "fused"]
@@ -13,6 +14,7 @@ Speculate = Literal["on", "off", "auto"]
 Undo = Literal["record", "snapshot"]
 Activations = Literal["none", "full"]
 Processor = Literal["gpu", "cpu"]
+Master = Literal["plain", "split"]
 
 CASTS: tuple[Cast, ...] = ("gpu", "cpu", "fused")
 
@@ -36,6 +38,9 @@ class Plan(Record):
     CPU), `fused` (16-bit crosses, cast inside the Adam pass)."""
     cast_up: Cast = "fused"
     """Who casts new weights fp32 to 16-bit; same words."""
+    master: Master = "plain"
+    """How the CPU keeps the fp32 master of bf16 weights: `plain` beside the 16-bit copy (6 B/param), or `split` into
+    that copy and a 16-bit remainder (4 B/param, the same bits): needs `cast_up = fused`."""
     speculate: Speculate = "auto"
     """`on`: Adam starts before the gradient norm is known. `off`: it waits. `auto`: the engine decides step by step."""
     undo: Undo = "record"
@@ -71,3 +76,16 @@ class Plan(Record):
         from superoffload.html_views import plan_html
 
         return plan_html(self)
+
+
+def check_master(plan: Plan) -> None:
+    """Refuse a split master whose weights somebody else is to cast.
+
+    Raises:
+        InputError: with the field to change.
+    """
+    if plan.master == "split" and plan.cast_up != "fused":
+        raise InputError(
+            f'master = "split" with cast_up = "{plan.cast_up}"',
+            expected='cast_up = "fused": the step itself writes the 16-bit weights, which are half of the master',
+        )

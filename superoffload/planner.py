@@ -106,15 +106,95 @@ class _Chooser:
             if name not in self.given:
                 self.reasons[name] = why
         plan = Plan(**fields)
+        if "accumulate_on" not in self.given and plan.accumulation > 1:
+            plan = self._accumulate_on(plan)
+        if "master" not in self.given:
+            plan = self._master(plan)
         alone = self.hw.shared_memory and not self.hw.gpu.peak_bf16_tflops
         if alone and "speculate" not in self.given:
             plan = plan.model_copy(update={"speculate": "off"})
             self.reasons["speculate"] = "off: the CPU is the only processor here, so Adam can run under nothing"
         plan = self._casts(plan)
+        if "speculate" not in self.given and not alone and not self._can_fit(plan):
+            plan = plan.model_copy(update={"speculate": "off"})
+            self.reasons["speculate"] = f"off: no plan has memory left for its undo {plan.undo}s"
+            alone = True
         plan = self._placement(plan)
         if "speculate" not in self.given and not alone:
             plan = self._speculation(plan)
         return plan.model_copy(update={"reasons": dict(self.reasons)})
+
+    def _frugal(self, plan: Plan) -> Plan:
+        """`plan` with activations recomputed, and on the GPU only the buckets that the host has no room for, where
+        these fields are open."""
+        least: dict[str, Any] = {"activations": "full", "retained_buckets": 0}
+        plan = plan.model_copy(update={k: v for k, v in least.items() if k not in self.given})
+        return plan if "retained_buckets" in self.given else self._relieving_host(plan)
+
+    def _waiting(self, plan: Plan) -> Plan:
+        """`plan` without the undo records of speculation, if it may go without."""
+        return plan if "speculate" in self.given else plan.model_copy(update={"speculate": "off"})
+
+    def _relieving_host(self, plan: Plan) -> Plan:
+        """The plan with the fewest retained buckets that leave the host's memory enough; all of them if none do."""
+        total = len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks))
+
+        def at(n: int) -> Plan:
+            return plan.model_copy(update={"retained_buckets": n})
+
+        over = self._host_over(at(0))
+        if over <= 0:
+            return at(0)
+        most = self._host_over(at(total))
+        if most > 0:
+            return at(total)
+        # Nearly in proportion: the last bucket may be smaller than the others.
+        n = min(total, -(-over * total // (over - most)))
+        while self._host_over(at(n)) > 0:
+            n += 1
+        while n and self._host_over(at(n - 1)) <= 0:
+            n -= 1
+        return at(n)
+
+    def _can_fit(self, plan: Plan) -> bool:
+        """Whether some choice of the open fields makes the plan fit, `speculate` as it is."""
+
+        def fits(flow: tuple[int, ...]) -> bool:
+            frugal = self._frugal(plan.model_copy(update={"flow_blocks": flow}))
+            return self._gpu_over(frugal) <= 0 and self._host_over(frugal) <= 0
+
+        if fits(plan.flow_blocks):
+            return True
+        layers = sum(b.kind == "layer" for b in self.profile.blocks)
+        return "flow_blocks" not in self.given and fits(spread_layers(self.profile, layers))
+
+    def _accumulate_on(self, plan: Plan) -> Plan:
+        """Hold the gradients of earlier micro-batches on the host where the GPU has no room for them."""
+        there = plan.model_copy(update={"accumulate_on": "cpu"})
+        if self._can_fit(self._waiting(plan)) or not self._can_fit(self._waiting(there)):
+            return plan
+        size = format_bytes(self._weights())
+        self.reasons["accumulate_on"] = f"cpu: the GPU has no room for gradients of {size} between micro-batches"
+        return there
+
+    def _master(self, plan: Plan) -> Plan:
+        """Split the master only where nothing else makes the model fit."""
+        half = sum(b.params for b in self.profile.blocks if b.dtype == "bfloat16")
+        if not half:
+            self.reasons["master"] = "plain: only bfloat16 weights can be half of their master"
+            return plan
+        split = plan.model_copy(update={"master": "split", "cast_up": "fused"})
+        if "cast_up" in self.given and plan.cast_up != "fused":
+            self.reasons["master"] = f'plain: cast_up = "{plan.cast_up}" needs it'
+        elif not self._can_fit(self._waiting(plan)) and self._can_fit(self._waiting(split)):
+            self.reasons["master"] = (
+                f"split: no plan with a plain one fits; it saves {format_bytes(2 * half)} of host memory at most"
+            )
+            self.reasons["cast_up"] = "fused: a split master's weights are written by the Adam step"
+            return split
+        else:
+            self.reasons["master"] = "plain: the host's memory does not ask for a split one, 2 bytes per parameter less"
+        return plan
 
     def _bucket_mb(self) -> float:
         total = self.profile.params * FP32_BYTES / MIB
@@ -156,7 +236,7 @@ class _Chooser:
 
     def _casts(self, plan: Plan) -> Plan:
         for name in ("cast_down", "cast_up"):
-            if name in self.given:
+            if name in self.given or (name == "cast_up" and plan.master == "split"):
                 continue
             if self.fp32:
                 self.reasons[name] = "fused: weights and gradients are float32, so nothing is cast"
@@ -219,17 +299,23 @@ class _Chooser:
         """Let as few layers flow as the GPU's memory demands."""
         if "flow_blocks" in self.given:
             return plan
-        least = plan if "retained_buckets" in self.given else plan.model_copy(update={"retained_buckets": 0})
+
+        def least_gpu(plan: Plan) -> Plan:
+            return plan if "retained_buckets" in self.given else self._relieving_host(plan)
+
+        least = least_gpu(plan)
         if self._gpu_over(least) <= 0:
             reasons["flow_blocks"] = f"none: weights of {format_bytes(self._weights())} fit beside the activations"
             return plan
         layers = sum(b.kind == "layer" for b in self.profile.blocks)
 
         def over(count: int) -> int:
-            return self._gpu_over(least.model_copy(update={"flow_blocks": spread_layers(self.profile, count)}))
+            return self._gpu_over(
+                least_gpu(plan.model_copy(update={"flow_blocks": spread_layers(self.profile, count)}))
+            )
 
         if over(layers) > 0:
-            reasons["flow_blocks"] = "none: even with all layers flowing the GPU's memory would not do"
+            reasons["flow_blocks"] = "none: even with all layers flowing the memory would not do"
             return plan
         count = _first(lambda n: over(n) <= 0, 1, layers)
         reasons["flow_blocks"] = (
@@ -279,7 +365,7 @@ class _Chooser:
             return plan.model_copy(update={"retained_buckets": n})
 
         most = total if self._gpu_over(at(total)) <= 0 else _first(lambda n: self._gpu_over(at(n)) > 0, 0, total) - 1
-        least = 0 if self._host_over(at(0)) <= 0 else _first(lambda n: self._host_over(at(n)) <= 0, 0, total)
+        least = self._relieving_host(at(0)).retained_buckets
         if most < 0 or least > most:
             reasons["retained_buckets"] = "0: no number of retained buckets makes GPU and host memory fit"
             return plan

@@ -13,6 +13,8 @@ TERA = 1e12
 FP32_BYTES = 4
 ADAM_STATE_BYTES = 12
 """Bytes per parameter of fp32 master weight, first and second moment."""
+REMAINDER_BYTES = 2
+"""Bytes per parameter that a split master adds to the 16-bit weight."""
 ADAM_STREAM_BYTES = 28
 """Bytes per parameter that a plain fp32 AdamW step moves: reads p, m, v, g and writes p, m, v."""
 UNDO_BYTES = 3

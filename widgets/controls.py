@@ -18,6 +18,7 @@ SEQUENCES = tuple(2**i for i in range(7, 20))
 ACCUMULATIONS = (1, 2, 4, 8, 16, 32, 64)
 CAST_TITLES = {"gpu": "on the GPU (fp32 crosses)", "cpu": "separate CPU pass", "fused": "fused into CPU Adam"}
 SPECULATE_TITLES = {"auto": "auto", "on": "on: before the norm", "off": "off: waits for norm"}
+MASTER_TITLES = {"plain": "plain: 6 B/param with its copy", "split": "split: 4 B/param"}
 UNDO_TITLES = {"record": "record: 3.6 B/param", "snapshot": "snapshot: 12 B/param"}
 ACTIVATION_TITLES = {"full": "recompute all", "none": "keep all"}
 ACCUMULATE_TITLES = {"gpu": "the GPU, in p.grad", "cpu": "the CPU, fetched to add"}
@@ -80,6 +81,9 @@ class Controls(W.VBox):  # type: ignore[misc]
         self.speculate = W.Dropdown(
             options=[(t, v) for v, t in SPECULATE_TITLES.items()], description="Speculation", layout=layout(), **drop
         )
+        self.master = W.Dropdown(
+            options=[(t, v) for v, t in MASTER_TITLES.items()], description="Master", layout=layout(), **drop
+        )
         self.undo = W.Dropdown(
             options=[(t, v) for v, t in UNDO_TITLES.items()], description="Undo", layout=layout(), **drop
         )
@@ -101,6 +105,7 @@ class Controls(W.VBox):  # type: ignore[misc]
                 Knob("bucket_mb", self.bucket, on_choose),
                 Knob("cast_down", self.down, on_choose),
                 Knob("cast_up", self.up, on_choose),
+                Knob("master", self.master, on_choose),
                 Knob("speculate", self.speculate, on_choose),
                 Knob("undo", self.undo, on_choose),
                 Knob("adam_threads", self.threads, on_choose),
@@ -146,6 +151,7 @@ class Controls(W.VBox):  # type: ignore[misc]
             "bucket_mb": lambda: _options(self.bucket, BUCKET_MB, p.bucket_mb, lambda v: f"{v:g}"),
             "cast_down": lambda: _set(self.down, p.cast_down),
             "cast_up": lambda: _set(self.up, p.cast_up),
+            "master": lambda: _set(self.master, p.master),
             "speculate": lambda: _set(self.speculate, p.speculate),
             "undo": lambda: _set(self.undo, p.undo),
             "adam_threads": lambda: _range(self.threads, p.adam_threads, 1, s.hardware.cpu.cores),
@@ -165,8 +171,13 @@ class Controls(W.VBox):  # type: ignore[misc]
                     put()
             for field, knob in self.knobs.items():
                 knob.explain(p, s.why_fixed(field))
-            # One screen holds what does something; these two do nothing otherwise.
-            for field, matters in (("undo", p.speculate != "off"), ("accumulate_on", p.accumulation > 1)):
+            # One screen holds what does something; these do nothing otherwise.
+            for field, matters in (
+                ("undo", p.speculate != "off"),
+                ("accumulate_on", p.accumulation > 1),
+                ("master", p.cast_up == "fused" and any(b.dtype == "bfloat16" for b in s.profile.blocks)),
+                ("cast_up", p.master == "plain"),
+            ):
                 self.knobs[field].layout.display = None if matters else "none"
         finally:
             self._quiet = False

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from superoffload.engine.placement import Placement, callers_cores, place
-from superoffload.errors import InputError, did_you_mean
-from superoffload.kernels import available_cores
-from superoffload.plan import Plan
+from superoffload.errors import InputError, NotSupported, did_you_mean
+from superoffload.kernels import available_cores, capabilities
+from superoffload.plan import Plan, check_master
 
 
 class Hyper(NamedTuple):
@@ -78,7 +78,8 @@ def resolve_plan(plan: Plan | None, fields: dict[str, Any], device: torch.device
         device: of the weights; without a plan it decides how many Adam threads there are cores for.
 
     Raises:
-        InputError: a field that a plan does not have.
+        InputError: a field that a plan does not have, or fields that exclude each other.
+        NotSupported: a split master without compiled kernels.
     """
     for name in fields:
         if name not in Plan.knobs():
@@ -87,6 +88,12 @@ def resolve_plan(plan: Plan | None, fields: dict[str, Any], device: torch.device
     if plan is None:
         plan = Plan(adam_threads=default_adam_threads(place(device) if device is not None else None))
     plan = plan.replace(**fields) if fields else plan
+    check_master(plan)
+    if plan.master == "split" and not capabilities()["compiled"]:
+        raise NotSupported(
+            'master = "split" needs the compiled kernels', expected='master = "plain"',
+            remedy="Install with a C++ compiler",
+        )  # fmt: skip
     return plan
 
 

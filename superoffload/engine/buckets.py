@@ -22,6 +22,7 @@ from superoffload.engine.start import Start, become
 from superoffload.engine.undo_memory import UndoMemory, undo_memory
 from superoffload.errors import InputError
 from superoffload.kernels import DTYPE_CODES, native
+from superoffload.kernels.split import join, split
 from superoffload.layout import NORM_CHUNK, Bucket, Segment, TensorRef, cut_buckets
 from superoffload.plan import Plan
 
@@ -75,15 +76,18 @@ class BucketState:
     weights: torch.Tensor
     """Device weights, a slice of the arena; of a flow bucket their home on the host."""
     master: torch.Tensor
-    """fp32. The weights themselves where these are fp32 and on the same side."""
+    """fp32. The weights themselves where these are fp32 and on the same side; empty where it is split."""
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
+    """Where the master is split, its signs are not those of numbers: read it with `read`."""
     grad: torch.Tensor
     """Held until the verdict: on the host, or on the device for a retained bucket."""
     table: Any
     """Norm chunks of the whole bucket, as the device wants them."""
     out: torch.Tensor | None = None
-    """Host copy of the 16-bit weights that goes up the link."""
+    """Host copy of the 16-bit weights: goes up the link, or is the home of a flow bucket."""
+    remainder: torch.Tensor | None = None
+    """Of a split master: the lower halves; the upper ones are `out`."""
     done: tuple[Any, Any] = (None, None)
     """Recorded after the upload of a step, by the parity of its sequence."""
     upload_start: tuple[Any, Any] = (None, None)
@@ -100,6 +104,33 @@ class BucketState:
     @property
     def flow(self) -> bool:
         return self.layout.flow
+
+    def read(self, kind: str, span: slice) -> torch.Tensor:
+        """`master`, `exp_avg` or `exp_avg_sq` of some elements, fp32: a view where it lies as such, else a copy."""
+        if self.remainder is None or kind == "exp_avg":
+            found: torch.Tensor = getattr(self, kind)[span]
+            return found
+        master, exp_avg_sq = self._joined(span)
+        return master if kind == "master" else exp_avg_sq
+
+    def write(self, kind: str, span: slice, value: torch.Tensor) -> None:
+        """Set one of them. A split master takes `out` along."""
+        if self.remainder is None or kind == "exp_avg":
+            getattr(self, kind)[span].copy_(value)
+            return
+        assert self.out is not None
+        master, exp_avg_sq = self._joined(span)
+        (master if kind == "master" else exp_avg_sq).copy_(value)
+        self.exp_avg_sq[span].copy_(exp_avg_sq)
+        split(master, self.out[span], self.remainder[span], self.exp_avg_sq[span])
+
+    def _joined(self, span: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of master and second moment."""
+        assert self.out is not None and self.remainder is not None
+        parts = (self.out[span], self.remainder[span], self.exp_avg_sq[span])
+        master, exp_avg_sq = (torch.empty_like(parts[2]) for _ in range(2))
+        join(*parts, master, exp_avg_sq)
+        return master, exp_avg_sq
 
 
 def backward_order(blocks: Sequence[Sequence[ManagedParam]]) -> list[ManagedParam]:
@@ -174,8 +205,12 @@ class Arenas:
         # Masters of other fp32 weights, and of all weights that the GPU casts, the link themselves, so they are
         # pinned; moments never are.
         goes_up = [b for b in cpu if not b.flow and (b.dtype == "float32" or plan.cast_up == "gpu")]
-        masters = self._slices([b for b in cpu if b.index not in home_is_master], torch.float32, pinned=bool(goes_up))
+        halves = {b.index for b in cpu if plan.master == "split" and b.dtype == "bfloat16"}
+        own = [b for b in cpu if b.index not in home_is_master | halves]
+        masters = self._slices(own, torch.float32, pinned=bool(goes_up))
         masters |= {k: weights[k] for k in home_is_master}
+        remainders = self._slices([b for b in cpu if b.index in halves], torch.int16)
+        nothing = torch.empty(0, device="cpu")
         exp_avg, exp_avg_sq = (self._slices(cpu, torch.float32) for _ in range(2))
         held: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(self.held_dtype(b.dtype) for b in cpu):
@@ -196,11 +231,12 @@ class Arenas:
                 state = BucketState(b, True, w, master, moments[0], moments[1], torch.zeros_like(on_device), None)
             else:
                 k = b.index
-                state = BucketState(b, False, w, masters[k], exp_avg[k], exp_avg_sq[k], held[k], None, outs.get(k))
-                if k not in home_is_master:
-                    state.master.copy_(w)
+                state = BucketState(b, False, w, masters.get(k, nothing), exp_avg[k], exp_avg_sq[k], held[k], None,
+                                    outs.get(k), remainders.get(k))  # fmt: skip
                 if state.out is not None and not b.flow:
                     state.out.copy_(w)
+                if k not in home_is_master:
+                    state.write("master", slice(None), w)
                 state.undo = undo.get(k)
                 state.done = (device.new_event(timed=trace), device.new_event(timed=trace))
                 if trace:
@@ -286,7 +322,11 @@ class Arenas:
             descriptions.append(d)
             if b.retained:
                 continue
-            d.master, d.exp_avg, d.exp_avg_sq = b.master.data_ptr(), b.exp_avg.data_ptr(), b.exp_avg_sq.data_ptr()
+            d.exp_avg, d.exp_avg_sq = b.exp_avg.data_ptr(), b.exp_avg_sq.data_ptr()
+            if b.remainder is None:
+                d.master = b.master.data_ptr()
+            else:
+                d.remainder = b.remainder.data_ptr()
             d.grad = b.grad.data_ptr()
             d.grad_dtype = DTYPE_CODES[str(b.grad.dtype).removeprefix("torch.")]
             if scratch is not None and b.grad.dtype != torch.float32:

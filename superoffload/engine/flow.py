@@ -182,8 +182,11 @@ class Flow:
             return
         f.in_use = False
         for p, view in zip(f.params, f.views, strict=True):
-            if self._weights.is_edited(p):  # written where it lay: the home must not forget it
-                p.home.copy_(view)
+            if self._weights.is_edited(p):  # written where it lay: master and home must not forget it
+                if self._speculation.has(p):
+                    p.home.copy_(view)  # it will be rejected, with words
+                else:
+                    self._weights.adopt(p)
             p.point_to(p.home_on_device)
 
     def forget(self) -> None:

@@ -40,15 +40,19 @@ class Weights:
 
     def adopt(self, p: ManagedParam) -> None:
         """Carry an edited weight (a loaded checkpoint, a clamp) into its fp32 master, as torch's AdamW would see it.
-        Where a weight still is its master rounded, the master is kept."""
+        Where a weight still is its master rounded, the master is kept. A flow block's split master has no other upper
+        half than the weight at home: written there, the lower halves of the whole parameter mean nothing any more."""
         for index, s in p.places:
             b = self._arenas.buckets[index]
             span = slice(s.start, s.start + s.numel)
             # Of a flow block the parameter may lie in the slot or at home; it says where.
-            weights = p.param.detach().reshape(-1)[s.offset : s.offset + s.numel].to(b.master.device)
-            if b.master.data_ptr() != b.weights.data_ptr() or b.flow:
-                kept = b.master[span].to(weights.dtype) == weights
-                b.master[span].copy_(torch.where(kept, b.master[span], weights.float()))
+            weights = p.param.detach().reshape(-1)[s.offset : s.offset + s.numel].to(b.exp_avg.device)
+            if b.remainder is not None and b.flow and p.address == p.home.data_ptr():
+                b.write("master", span, weights)
+            elif b.remainder is not None or b.master.data_ptr() != b.weights.data_ptr() or b.flow:
+                master = b.read("master", span)
+                kept = master.to(weights.dtype) == weights
+                b.write("master", span, torch.where(kept, master, weights.float()))
             if b.flow:
                 b.weights[span].copy_(weights)
             elif b.out is not None:
@@ -62,7 +66,7 @@ class Weights:
             for index, s in p.places:
                 b = self._arenas.buckets[index]
                 span = slice(s.start, s.start + s.numel)
-                b.weights[span].copy_((b.master if b.out is None or b.flow else b.out)[span])
+                b.weights[span].copy_(b.read("master", span) if b.out is None or b.flow else b.out[span])
             self._rejected[p.name] = None
 
     def tell_rejected(self) -> None:
@@ -92,7 +96,7 @@ class Weights:
         """`master`, `exp_avg` or `exp_avg_sq` of a parameter on the CPU, in its shape: a view where it lies in one
         piece, else a copy."""
         pieces: list[torch.Tensor] = [
-            getattr(self._arenas.buckets[i], kind)[s.start : s.start + s.numel] for i, s in p.places
+            self._arenas.buckets[i].read(kind, slice(s.start, s.start + s.numel)) for i, s in p.places
         ]
         if not pieces:
             return torch.zeros(p.param.shape, dtype=torch.float32, device="cpu")
@@ -106,11 +110,12 @@ class Weights:
         for index, s in p.places:
             b = self._arenas.buckets[index]
             span, piece = slice(s.start, s.start + s.numel), flat[s.offset : s.offset + s.numel]
-            getattr(b, kind)[span].copy_(piece)
+            b.write(kind, span, piece)
             if kind == "master":
-                b.weights[span].copy_(b.master[span].to(DTYPES[p.dtype]))
+                rounded = b.read("master", span).to(DTYPES[p.dtype])
+                b.weights[span].copy_(rounded)
                 if b.out is not None:
-                    b.out[span].copy_(b.master[span].to(DTYPES[p.dtype]))
+                    b.out[span].copy_(rounded)
         if kind == "master":
             self._versions[p.index] = p.param._version
 

@@ -375,3 +375,84 @@ def test_ctrl_c_at_any_moment(request):
         between_s=(0.01, 0.2), seed=5,
     )  # fmt: skip
     assert found.interrupted > 5
+
+
+@pytest.mark.parametrize("flow", [(), (1, 2, 4)])
+@pytest.mark.parametrize("undo", ["record", "snapshot"])
+def test_a_split_master_changes_no_bit(flow, undo):
+    reference = stationary(torch.bfloat16)
+    for retained in (0, 6):
+        found = run_plan(
+            torch.bfloat16, DATA, model=deep, bucket_mb=0.04, speculate="on", master="split", flow_blocks=flow,
+            retained_buckets=retained, undo=undo, delay_us=100,
+        )  # fmt: skip
+        assert found == reference
+
+
+def test_a_split_master_takes_two_bytes_less():
+    sizes = {}
+    for master in ("plain", "split"):
+        model = deep()
+        with make(model, master=master, flow_blocks=(1, 2), speculate="off") as opt:
+            host = opt.engine.arenas.host
+            sizes[master] = host.pinned_bytes + host.pageable_bytes
+            padded = sum(b.layout.numel for b in opt.engine.arenas.buckets)
+    assert sizes["plain"] - sizes["split"] == 2 * padded
+
+
+def test_checkpoints_go_from_one_master_to_the_other(tmp_path):
+    """State is kept by parameter as plain fp32, so any plan resumes any other's."""
+    digests = set()
+    for k, (first, second) in enumerate([({}, {}), ({}, SPLIT), (SPLIT, {}), (SPLIT, SPLIT)]):
+        model = deep()
+        with make(model, **first) as opt:
+            train(model, opt, DATA[:3])
+            opt.save(tmp_path / f"{k}.safetensors")
+            states = opt.state_dict()
+        twins = []
+        for load in (lambda o, k=k: o.load(tmp_path / f"{k}.safetensors"), lambda o, s=states: o.load_state_dict(s)):
+            again = deep(seed=1)
+            with make(again, **second) as opt:
+                train(again, opt, DATA[5:])
+                load(opt)
+                train(again, opt, DATA[3:])
+                twins.append(digest(again, opt))
+        assert twins[0] == twins[1]
+        digests.add(twins[0])
+    assert len(digests) == 1
+    with make(deep(), **SPLIT) as opt:
+        train(opt.model, opt, DATA[:1])
+        assert all(bool((s["exp_avg_sq"] >= 0).all()) for s in opt.state_dict()["state"].values())
+
+
+SPLIT = {"master": "split", "flow_blocks": (1, 2, 3)}
+
+
+def edited(**fields):
+    """Train, write some weights at a step boundary, train on; returns (digest, master right after the edit)."""
+    name, model = "model.layers.1.mlp.up_proj.weight", deep()
+    with make(model, **fields) as opt:
+        train(model, opt, DATA[:2])
+        opt.synchronize()
+        with torch.no_grad():
+            model.get_parameter(name)[0, :8] = 0.25
+        opt.synchronize()
+        p = next(p for p in opt.engine.params if p.name == name)
+        master, weight = opt.engine.weights.gather(p, "master").clone(), model.get_parameter(name).float()
+        assert torch.equal(master[0, :8], torch.full((8,), 0.25))
+        train(model, opt, DATA[2:4])
+        return digest(model, opt), master, weight
+
+
+def test_edits_of_weights_with_a_split_master():
+    """Where the GPU has a copy of its own an edit is torch's; at home, the edited parameter is its own master."""
+    plain, split, away = edited(), edited(master="split"), edited(**SPLIT)
+    assert plain[0] == split[0]
+    assert torch.equal(plain[1], split[1]) and not torch.equal(plain[1], plain[2])
+    assert torch.equal(away[1], away[2])
+
+
+@pytest.mark.parametrize("up", ["gpu", "cpu"])
+def test_a_split_master_writes_its_weights_itself(up):
+    with pytest.raises(InputError, match=f'master = "split" with cast_up = "{up}"'):
+        make(deep(), master="split", cast_up=up)

@@ -110,33 +110,36 @@ FOUND: Counter[str] = Counter()
     undo=st.sampled_from(["record", "record", "snapshot"]),
     flow=st.sampled_from([(), (), (1,), (1, 2), (0, 1, 2, 3)]),
     prefetch=st.integers(1, 3),
+    master=st.sampled_from(["plain", "split"]),
     delay_us=st.sampled_from([0, 0, 200, 1000]),
     sleeps=st.sampled_from([0, 1, 2]),
 )
 def any_pattern(
     name, kinds, speculate, bucket_mb, retained, down, up, threads, accumulation, hint, on, undo, flow, prefetch,
-    delay_us, sleeps
+    master, delay_us, sleeps
 ):  # fmt: skip
     with OffloadAdamW(MODELS[name](), bucket_mb=bucket_mb, flow_blocks=flow) as probe:
         count = len(probe.engine.arenas.buckets)
     steps = (KINDS["commit"], *(KINDS[k] for k in kinds), KINDS["commit"])
     run = same(
         name, steps, accumulation, hint=hint, delay_us=delay_us, sleeps=sleeps, speculate=speculate,
-        bucket_mb=bucket_mb, retained_buckets=round(retained * count), cast_down=down, cast_up=up, adam_threads=threads,
-        accumulate_on=on, undo=undo, flow_blocks=flow, prefetch_blocks=prefetch,
+        bucket_mb=bucket_mb, retained_buckets=round(retained * count), cast_down=down,
+        cast_up="fused" if master == "split" else up, adam_threads=threads, accumulate_on=on, undo=undo,
+        flow_blocks=flow, prefetch_blocks=prefetch, master=master,
     )  # fmt: skip
     for r in run.ledger:
         FOUND[r.verdict + (" undone" if r.undone else " kept" if r.speculated else " waited")] += 1
         FOUND["waiting tiles"] += r.waiting_tiles
         FOUND["in part"] += 0 < r.speculated < count
         FOUND["flow undone"] += r.undone if flow else 0
+        FOUND["split undone"] += r.undone if master == "split" and name != "float32" else 0
 
 
 @pytest.mark.filterwarnings("ignore:a second backward ran")
 def test_any_pattern_under_any_plan():
     settings(max_examples=40, deadline=None, derandomize=True)(any_pattern)()
     for what in ("commit kept", "clip undone", "skip undone", "clip waited", "skip waited", "waiting tiles", "in part",
-                 "flow undone"):  # fmt: skip
+                 "flow undone", "split undone"):  # fmt: skip
         assert FOUND[what], f"no example had: {what}"
 
 

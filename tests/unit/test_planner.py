@@ -34,7 +34,7 @@ def test_all_given_is_kept_as_given(bench: Profile) -> None:
     values = {
         "bucket_mb": 128.0, "retained_buckets": 3, "flow_blocks": (2, 5), "prefetch_blocks": 2, "cast_down": "cpu",
         "cast_up": "gpu", "speculate": "on", "adam_threads": 5, "activations": "full", "micro_batch": 2,
-        "seq_len": 1024, "accumulation": 2, "accumulate_on": "cpu", "undo": "snapshot",
+        "seq_len": 1024, "accumulation": 2, "accumulate_on": "cpu", "undo": "snapshot", "master": "plain",
     }  # fmt: skip
     assert make_plan(bench, **values) == Plan.model_validate(values)
 
