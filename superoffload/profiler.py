@@ -63,6 +63,11 @@ class BlockProfile(Record):
     working_bytes: int = Field(default=0, ge=0)
     """Largest transient of the block beyond those (logits of the head, for example)."""
 
+    selective_bytes: int | None = Field(default=None, ge=0)
+    """Bytes kept for backward under `activations = selective`, input included; None where nobody has looked."""
+    selective_recompute_s: float | None = Field(default=None, ge=0)
+    """Seconds of what it computes again."""
+
     @property
     def params(self) -> int:
         return sum(self.tensor_numels)

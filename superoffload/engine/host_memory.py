@@ -86,6 +86,17 @@ class HostMemory:
             self.unbound_reason = f"threads cannot be bound to cores {self.placement.cores}: {os.strerror(code)}"
         return tensor
 
+    def free(self, tensor: torch.Tensor) -> None:
+        """Unpin one tensor that `zeros` gave, which nothing reads or writes any more, and stop counting it."""
+        size = tensor.numel() * tensor.element_size()
+        at = next((i for i, t in enumerate(self._registered) if t is tensor), None)
+        if at is None:
+            self.pageable_bytes -= size
+            return
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        del self._registered[at]
+        self.pinned_bytes -= size
+
     def release(self) -> None:
         """Unpin everything; the tensors live on as ordinary memory for as long as somebody holds them."""
         for tensor in self._registered:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from superoffload.activation_costs import check_policies
 from superoffload.engine import checkpoint, report
+from superoffload.engine.activations import model_recomputes
 from superoffload.engine.arguments import Hyper, StepSettings, accelerate_syncs, check_hyper, resolve_plan
 from superoffload.engine.blocks import find_blocks
 from superoffload.engine.buckets import DTYPES, ManagedParam, plan_layout
@@ -26,7 +28,7 @@ from superoffload.engine.stats import Stats, StepLog, StepRecord
 from superoffload.engine.stepper import Engine
 from superoffload.errors import EngineError, InputError, NotSupported
 from superoffload.memory import Ledger
-from superoffload.plan import Plan
+from superoffload.plan import Activations, Plan
 from superoffload.tracing import Trace
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         max_grad_norm: clip the global gradient norm to this, as `clip_grad_norm_` would; None does not clip.
         gradient_accumulation_steps: backward passes per `step()`, where no `no_sync()` marks them.
         plan: where state lives; default: every bucket on the CPU. Any plan field may be given by name instead.
+            What it says of activations is applied to the model's layers until `close()`, in place of the model's own
+            checkpointing. Without a plan, and without `activations=...`, the model's own is left as it is.
         record_trace: keep timed events of the last steps for `trace()`.
 
     A gradient that is not finite, in whatever dtype, makes the step a `skip`: nothing is changed and nothing counted.
@@ -95,6 +99,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self.model = model
         self.max_grad_norm = max_grad_norm
         self.plan = resolve_plan(plan, plan_fields, next((p.device for p in model.parameters()), None))
+        self._applies_activations = plan is not None or any(f.startswith("activations") for f in plan_fields)
         self._record_trace = record_trace
         self._accumulation = gradient_accumulation_steps
         self._fired: dict[int, int] = {}
@@ -170,10 +175,14 @@ class OffloadAdamW(torch.optim.Optimizer):
             managed.append(ManagedParam(len(managed), name, p, block_of[id(p)], dtype, group_of[id(p)], partials))
             partials += managed[-1].chunks
         layouts = plan_layout(managed, len(blocks), self.plan)
+        check_policies([b.kind for b in blocks], self.plan)
         self._close_previous()
+        if not self._applies_activations:  # the plan says what the model does
+            own: Activations = "full" if model_recomputes(self.model) else "none"
+            self.plan = self.plan.model_copy(update={"activations": own})
         self._engine = Engine(
             self.model, blocks, managed, layouts, self.plan, trace=self._record_trace, collects=self._collects,
-            arguments=self._arguments, log=self._log,
+            arguments=self._arguments, log=self._log, activations=self._applies_activations,
         )  # fmt: skip
         self._managed = managed
         if self._loss_scale is None and any(p.dtype == "float16" for p in managed):

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from superoffload.engine.activation_store import ActivationStore
+from superoffload.engine.activations import AppliedPolicies, apply_plan
 from superoffload.engine.arguments import StepSettings
 from superoffload.engine.blocks import Block
 from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
@@ -53,6 +55,7 @@ class Engine:
             before the step; None leaves it in `p.grad`.
         arguments: what a step would be taken with now; asked at the first gradient of a step that may speculate.
         log: what finished steps did; outlives the engine.
+        activations: apply the plan's policies; else the model is run as it is.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Engine:
         collects: Callable[[ManagedParam], bool | None],
         arguments: Callable[[], StepSettings],
         log: StepLog,
+        activations: bool,
     ):
         devices = {p.param.device for p in params}
         if len(devices) != 1:
@@ -124,6 +128,14 @@ class Engine:
                            for b in self.arenas.buckets]  # fmt: skip
         """Parameters with a part in each bucket."""
         self._install(model, collects, life.handles)
+        self.activations: AppliedPolicies | None = None
+        if activations:
+            self.activations = apply_plan(model, self.blocks, plan, self._activation_store, self.recorder.recompute)
+            life.handles.append(self.activations)
+
+    def _activation_store(self, min_bytes: int) -> ActivationStore:
+        arenas = frozenset(b.weights.untyped_storage().data_ptr() for b in self.arenas.buckets)
+        return ActivationStore(self.device, self.arenas.host, self.recorder, arenas=arenas, min_bytes=min_bytes)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
