@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 OFFLOAD_MIN_BYTES = 1 * MIB
 """Storages below this stay on the GPU: on a 50 GB/s link the launch of a copy takes as long as 1 MiB does, and what is
 smaller than that holds next to nothing."""
+KEEP_FLOPS_PER_BYTE = 128
+"""FLOPs per byte of result from which `selective` keeps a weight product. Hopper's balance is about 150 (700 TFLOP/s to
+4.8 TB/s): below it a product costs what moving its bytes costs, like the operations that are recomputed anyway."""
 IN_FLIGHT_BLOCKS = 2
 """Blocks whose offloaded tensors are on the GPU at a time: in forward the one at work and the one whose copies may
 still run, in backward the one at work and the one that is being fetched."""

@@ -19,7 +19,20 @@ ACCUMULATIONS = (1, 2, 4, 8, 16, 32, 64)
 CAST_TITLES = {"gpu": "on the GPU (fp32 crosses)", "cpu": "separate CPU pass", "fused": "fused into CPU Adam"}
 SPECULATE_TITLES = {"auto": "auto", "on": "on: before the norm", "off": "off: waits for norm"}
 UNDO_TITLES = {"record": "record: 3.6 B/param", "snapshot": "snapshot: 12 B/param"}
-ACTIVATION_TITLES = {"full": "recompute all", "none": "keep all"}
+ACTIVATION_TITLES = {
+    "none": "keep all",
+    "selective": "keep products",
+    "full": "recompute all",
+    "offload_inputs": "inputs to CPU",
+    "offload_saved": "all to CPU",
+}
+ACTIVATION_HELP = {
+    "none": "Everything that backward reads stays on the GPU.",
+    "selective": "Results of attention and of weight products stay on the GPU; norms and the like are computed again.",
+    "full": "Only each layer's input stays on the GPU; its forward is computed again.",
+    "offload_inputs": "Each layer's input waits in CPU memory, its forward is computed again: for long sequences.",
+    "offload_saved": "Everything that backward reads waits in CPU memory; nothing is computed again.",
+}
 ACCUMULATE_TITLES = {"gpu": "the GPU, in p.grad", "cpu": "the CPU, fetched to add"}
 
 
@@ -154,7 +167,7 @@ class Controls(W.VBox):  # type: ignore[misc]
             "speculate": lambda: _set(self.speculate, p.speculate),
             "undo": lambda: _set(self.undo, p.undo),
             "adam_threads": lambda: _range(self.threads, p.adam_threads, 1, s.hardware.cpu.cores),
-            "activations": lambda: _set(self.activations, p.activations),
+            "activations": self._show_activations,
             "micro_batch": lambda: _options(self.batch, MICRO_BATCHES, p.micro_batch, str),
             "seq_len": lambda: _options(self.sequence, SEQUENCES, p.seq_len, lambda v: f"{v:,}"),
             "accumulation": lambda: _options(self.accumulation, ACCUMULATIONS, p.accumulation, str),
@@ -175,6 +188,19 @@ class Controls(W.VBox):  # type: ignore[misc]
                 self.knobs[field].layout.display = None if matters else "none"
         finally:
             self._quiet = False
+
+    def _show_activations(self) -> None:
+        plan = self._session.plan
+        _set(self.activations, plan.activations)
+        others = plan.activations_by_block
+        help_text = ACTIVATION_HELP[plan.activations]
+        help_text += f" {len(others)} layers differ: {others}." if others else ""
+        _set_tooltip(self.activations, help_text)
+
+
+def _set_tooltip(control: W.Widget, text: str) -> None:
+    if control.tooltip != text:
+        control.tooltip = text
 
 
 def _set(control: W.Widget, value: Any) -> None:

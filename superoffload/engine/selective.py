@@ -30,9 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-KEEP_FLOPS_PER_BYTE = 128
-"""FLOPs per byte of result from which a weight product is kept. Hopper's balance is about 150 (700 TFLOP/s to 4.8
-TB/s); models are far from it on either side."""
+from superoffload.activation_costs import KEEP_FLOPS_PER_BYTE
 
 
 def _ops(*names: str) -> frozenset[Any]:

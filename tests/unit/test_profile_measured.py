@@ -114,6 +114,49 @@ def test_checkpointing_cache_and_foreign_gradient_hooks_are_lifted_and_put_back(
     handle.remove()
 
 
+def test_what_selective_keeps_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from superoffload.engine import selective
+
+    monkeypatch.setattr(selective, "KEEP_FLOPS_PER_BYTE", 1)  # the layers are narrow
+    model = tiny()
+    measured = profile(model, ids(), hardware=LAPTOP, repeats=1)
+    layer = measured.blocks[1]
+    c, tokens = model.config, ids().numel()
+    kv = c.num_key_value_heads * c.hidden_size // c.num_attention_heads
+    # Input, query, key and value, attention, its way out, gate and up; the log-sum-exp of each head.
+    elements = c.hidden_size * 4 + 2 * kv + 2 * c.intermediate_size + c.num_attention_heads
+    assert layer.selective_bytes == 4 * tokens * elements
+    assert layer.selective_bytes < layer.activation_bytes
+    assert layer.selective_recompute_s is not None
+    assert 0 < layer.selective_recompute_s < 2 * layer.forward_s + 0.01
+    assert measured.blocks[0].selective_bytes is None, "the embedding has no policy"
+
+
+def test_a_layer_that_cannot_repeat_itself_is_said_so() -> None:
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Moody() for _ in range(2)])
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            inside_backward = torch._C._current_graph_task_id() != -1
+            return x if inside_backward else torch.tanh(self.w(x))
+
+    measured = profile(Fickle(), torch.randn(2, 8), hardware=LAPTOP, repeats=1)
+    assert measured.blocks[0].selective_bytes is None
+    assert measured.context["selective"].startswith("not measured")
+
+
 def test_an_attached_optimizer_trains_on_as_if_nothing_had_been_measured() -> None:
     from superoffload.engine import OffloadAdamW
 
