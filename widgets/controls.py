@@ -194,7 +194,8 @@ class Controls(W.VBox):  # type: ignore[misc]
         _set(self.activations, plan.activations)
         others = plan.activations_by_block
         help_text = ACTIVATION_HELP[plan.activations]
-        help_text += f" {len(others)} layers differ: {others}." if others else ""
+        if others:
+            help_text += " Other blocks: " + ", ".join(f"{b} {policy}" for b, policy in sorted(others.items())) + "."
         _set_tooltip(self.activations, help_text)
 
 

@@ -4,7 +4,8 @@
 so that views saved from one storage (query, key and value of a fused product) cross the link once and come back with
 their strides, and so with the same kernels and bits.
 
-Stream order, in one place. `compute` is the stream that is current in a hook; `out` and `back` are the store's own.
+Stream order, in one place. `compute` is the stream on which a block's forward ran, and autograd runs its backward;
+`out` and `back` are the store's own.
 
 1. pack: `out` waits for what `compute` has enqueued (the tensor exists) and for the last read of the host buffer,
    which may still be going up. The source stays referenced: freed at once, its memory would be written by the next
@@ -17,6 +18,7 @@ Stream order, in one place. `compute` is the stream that is current in a hook; `
    and may be in use by what `compute` has enqueued so far, so `back` waits for that; and for the copy down.
 4. unpack: `compute` waits for the fetch. Let go later, the memory is reused on `compute`, behind that wait. What is
    let go without having been used (a graph that is dropped) is parked until `compute` has waited.
+   What another forward saved on another stream is not fetched ahead: its memory would belong to this one.
 5. The host buffer is free for another storage when the last saved tensor of this one is gone; rule 1 keeps its next
    copy behind the last read.
 
@@ -65,41 +67,57 @@ class BufferPool:
 
     def __init__(self, host: HostMemory, *, cuda: bool):
         self._host, self._cuda = host, cuda
-        self._idle: list[HostBuffer] = []
+        self._idle: dict[int, list[HostBuffer]] = {}
+        """By size. A size that was ever made has a list, so that `give` only appends."""
         self.bytes = 0
         """Of all buffers, in use or idle."""
         self.made = 0
         """Buffers made so far."""
 
+    @property
+    def idle_bytes(self) -> int:
+        return sum(size * len(buffers) for size, buffers in self._idle.items())
+
     def take(self, nbytes: int) -> HostBuffer:
-        large = [b for b in self._idle if b.data.numel() >= nbytes]
-        if large:
-            buffer = min(large, key=lambda b: b.data.numel())
-            self._idle.remove(buffer)
-            return buffer
+        """A buffer of at least `nbytes`.
+
+        Raises:
+            EngineError: the system has no such memory, or the driver refuses to pin it.
+        """
+        exact = self._idle.setdefault(nbytes, [])
+        if exact:
+            return exact.pop()
+        sizes = sorted(size for size, buffers in self._idle.items() if buffers)
+        for size in sizes:
+            if size > nbytes:
+                return self._idle[size].pop()
         freed = 0
-        while self._idle and freed < nbytes:
-            old = self._idle.pop(0)
-            freed += old.data.numel()
-            if old.copied is not None:
-                old.copied.synchronize()
-                old.read.synchronize()
-            self._host.free(old.data)
-        self.bytes += nbytes - freed
+        for size in sizes:
+            while self._idle[size] and freed < nbytes:
+                old = self._idle[size].pop()
+                freed += size
+                if old.copied is not None:
+                    old.copied.synchronize()
+                    old.read.synchronize()
+                self._host.free(old.data)
+        self.bytes -= freed
+        data = self._host.zeros(nbytes, torch.uint8, pinned=True)
+        self.bytes += nbytes
         self.made += 1
-        return HostBuffer(self._host.zeros(nbytes, torch.uint8, pinned=True), self._cuda)
+        return HostBuffer(data, self._cuda)
 
     def give(self, buffer: HostBuffer) -> None:
-        self._idle.append(buffer)  # called by whichever thread drops the last saved tensor: one append, no lock
+        """Called by whichever thread drops the last saved tensor, garbage collection included: one append, no lock."""
+        self._idle[buffer.data.numel()].append(buffer)
 
 
 class _Group:
     """What one run of a block's forward saved."""
 
-    __slots__ = ("__weakref__", "block", "number", "previous", "stored")
+    __slots__ = ("__weakref__", "block", "number", "previous", "stored", "stream")
 
-    def __init__(self, block: int, number: int, previous: _Group | None):
-        self.block, self.number = block, number
+    def __init__(self, block: int, number: int, stream: Any, previous: _Group | None):
+        self.block, self.number, self.stream = block, number, stream
         self.previous = weakref.ref(previous) if previous is not None else lambda: None
         self.stored: list[weakref.ref[_Stored]] = []
 
@@ -135,7 +153,7 @@ class _Stored:
         # store's next call.
         for held, event in ((self.source, self.buffer.copied), (self.fetched, self.buffer.read)):
             if held is not None:
-                self.parked.append((held, event))
+                self.parked.append((held, event, self.group.stream))
         self.pool.give(self.buffer)
 
 
@@ -205,7 +223,7 @@ class ActivationStore:
         self._weights: list[torch.Tensor] = []
         """Of the block whose forward runs, by address."""
         self._starts: list[int] = []
-        self._parked: list[tuple[Any, Any]] = []
+        self._parked: list[tuple[Any, Any, Any]] = []
         if self._cuda:
             with torch.cuda.device(self._device):
                 self._out, self._back = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
@@ -215,14 +233,14 @@ class ActivationStore:
         """A block's forward begins: what is saved from here on is its own."""
         self._let_go()
         number = self._group.number + 1 if self._group is not None else 0
-        self._group = _Group(block, number, self._group)
+        self._group = _Group(block, number, self._stream(), self._group)
         while self._window:
             stored = self._window[0]()
             if stored is not None and stored.group.number > number - IN_FLIGHT_BLOCKS:
                 break
             self._window.popleft()
             if stored is not None and stored.source is not None:
-                self._compute_waits(stored.buffer.copied)
+                _wait(stored.group.stream, stored.buffer.copied)
                 # A write after this line is behind the copy; one before it may not have been.
                 stored.spoiled = stored.source._version != stored.version
                 stored.source = None
@@ -308,7 +326,7 @@ class ActivationStore:
             self._recorded("link_down", stored, start, self._mark(None))
             stored.source = None
             return stored
-        self._fork.record(torch.cuda.current_stream(self._device))
+        self._fork.record(self._stream())
         self._out.wait_event(self._fork)
         self._out.wait_event(stored.buffer.read)
         with torch.cuda.stream(self._out):
@@ -320,10 +338,10 @@ class ActivationStore:
         return stored
 
     def _fetch_ahead(self, group: _Group | None) -> None:
-        for ref in group.stored if group is not None else ():
+        for ref in group.stored if group is not None and group.stream == self._stream() else ():
             stored = ref()
             if stored is not None and stored.source is None and stored.uses > 0:
-                self._fetch(stored)
+                self._fetch(stored)  # on this stream, which is the group's
 
     def _on_device(self, stored: _Stored) -> torch.UntypedStorage:
         """The storage, ready for what the current stream does next."""
@@ -334,7 +352,7 @@ class ActivationStore:
             storage = stored.seen()
         if storage is None:
             storage = self._fetch(stored)
-        self._compute_waits(stored.buffer.read)
+        _wait(self._stream(), stored.buffer.read)
         return storage
 
     def _fetch(self, stored: _Stored) -> torch.UntypedStorage:
@@ -347,7 +365,7 @@ class ActivationStore:
             data.copy_(source)
             self._recorded("link_up", stored, start, self._mark(None))
         else:
-            self._fork.record(torch.cuda.current_stream(self._device))
+            self._fork.record(self._stream())
             self._back.wait_event(self._fork)
             self._back.wait_event(stored.buffer.copied)
             with torch.cuda.stream(self._back):
@@ -372,16 +390,21 @@ class ActivationStore:
         kind: Any = "copy_down" if lane == "link_down" else "fetch"
         self._recorder.add(lane, kind, start, end, block=stored.group.block, nbytes=stored.nbytes)
 
-    def _compute_waits(self, event: Any) -> None:
-        if self._cuda:
-            torch.cuda.current_stream(self._device).wait_event(event)
+    def _stream(self) -> Any:
+        """The current stream; None where there are none."""
+        return torch.cuda.current_stream(self._device) if self._cuda else None
 
     def _let_go(self) -> None:
         """Free parked memory behind the copies that still use it."""
         while self._parked:
-            held, event = self._parked.pop()
-            self._compute_waits(event)
+            held, event, stream = self._parked.pop()
+            _wait(stream, event)
             del held
+
+
+def _wait(stream: Any, event: Any) -> None:
+    if stream is not None:
+        stream.wait_event(event)
 
 
 def _plain(x: torch.Tensor) -> bool:

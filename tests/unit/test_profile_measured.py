@@ -17,7 +17,7 @@ from superoffload import hardware  # noqa: E402
 from superoffload import model as shapes  # noqa: E402
 from superoffload.engine.blocks import find_blocks  # noqa: E402
 from superoffload.errors import DoesNotFit, InputError  # noqa: E402
-from superoffload.model_source import fingerprint, recompute_activations  # noqa: E402
+from superoffload.model_source import fingerprint  # noqa: E402
 from superoffload.profiler import Profile  # noqa: E402
 from superoffload.profiling import profile  # noqa: E402
 
@@ -100,7 +100,7 @@ def test_measuring_leaves_the_model_bit_identical(fail: bool) -> None:
 
 def test_checkpointing_cache_and_foreign_gradient_hooks_are_lifted_and_put_back() -> None:
     model = tiny()
-    recompute_activations(model, True)
+    model.gradient_checkpointing_enable()
     model.config.use_cache = True
     calls: list[int] = []
     handle = model.lm_head.weight.register_post_accumulate_grad_hook(lambda p: calls.append(1))
