@@ -130,11 +130,11 @@ class _Stored:
         "spoiled", "uses", "version",
     )  # fmt: skip
 
-    def __init__(self, group: _Group, source: torch.Tensor, pool: BufferPool, parked: list[Any]):
+    def __init__(self, group: _Group, source: torch.Tensor, buffer: HostBuffer, pool: BufferPool, parked: list[Any]):
         storage = source.untyped_storage()
         self.group, self.pool, self.parked = group, pool, parked
         self.nbytes, self.device = storage.nbytes(), source.device
-        self.buffer = pool.take(self.nbytes)
+        self.buffer = buffer
         self.origin = weakref.ref(storage)
         self.source: torch.Tensor | None = source
         """The saved tensor itself, for as long as it is on the device."""
@@ -317,7 +317,8 @@ class ActivationStore:
 
     def _copy_down(self, source: torch.Tensor) -> _Stored:
         assert self._group is not None
-        stored = _Stored(self._group, source, self.pool, self._parked)
+        buffer = self.pool.take(source.untyped_storage().nbytes())
+        stored = _Stored(self._group, source, buffer, self.pool, self._parked)
         self._group.stored.append(weakref.ref(stored))
         target, data = stored.buffer.data[: stored.nbytes], _bytes(source.untyped_storage(), self._device)
         if not self._cuda:

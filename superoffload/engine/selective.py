@@ -21,9 +21,8 @@ the same ones again.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,6 +66,8 @@ class Selection:
 
     def contexts(self) -> tuple[Any, Any]:
         seen = [0, 0]  # products so far in forward and, where this torch asks again, in recompute
+        # Forward and recompute of one graph must decide alike, also where another graph learns something between them.
+        reached, results = self._reached, _Results(self._kept)
 
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             keep = op in ATTENTION and not _draws(op, args, kwargs)
@@ -74,34 +75,63 @@ class Selection:
                 index = seen[context.is_recompute]
                 seen[context.is_recompute] += 1
                 keep = (reached is None or index < reached) and flops_per_byte(op, args) >= KEEP_FLOPS_PER_BYTE
-            if keep and self._kept is not None and not context.is_recompute:
-                self._kept(context.op_output)
+            results.keeps = keep
             return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-        # Forward and recompute of one graph must decide alike, also where another graph learns something between them.
-        reached = self._reached
         forward, recompute = create_selective_checkpoint_contexts(policy)
-        return forward, recompute if reached is not None else self._learning(recompute)
-
-    @contextlib.contextmanager
-    def _learning(self, recompute: Any) -> Iterator[None]:
-        counter = _Count()  # type: ignore[no-untyped-call]
-        try:
+        if self._kept is not None:
+            forward = _Stacked(forward, results)
+        if reached is None:
             # The counter goes on top: the mode below answers what was kept without running it.
-            with recompute, counter:
-                yield
-        finally:
-            self._reached = counter.products
+            recompute = _Stacked(recompute, _Count(), self._learn)
+        return forward, recompute
+
+    def _learn(self, counter: _Count) -> None:
+        self._reached = counter.products
 
 
 class _Count(TorchDispatchMode):
     """Counts products that are asked for."""
 
-    products = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.products += func in PRODUCTS
         return func(*args, **(kwargs or {}))
+
+
+class _Results(TorchDispatchMode):
+    """Hands over the results that the policy below decides to keep."""
+
+    def __init__(self, kept: Callable[[Any], None] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keeps, self._kept = False, kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.keeps = False
+        out = func(*args, **(kwargs or {}))
+        if self.keeps and self._kept is not None:
+            self._kept(out)
+        return out
+
+
+class _Stacked:
+    """Two dispatch modes as one context that can be entered again; `done` is told at each end."""
+
+    def __init__(self, below: Any, above: Any, done: Callable[[Any], None] | None = None):
+        self._below, self._above, self._done = below, above, done
+
+    def __enter__(self) -> None:
+        self._below.__enter__()
+        self._above.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._above.__exit__(*error)
+        self._below.__exit__(*error)
+        if self._done is not None:
+            self._done(self._above)
 
 
 def flops_per_byte(op: Any, args: tuple[Any, ...]) -> float:

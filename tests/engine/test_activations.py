@@ -375,6 +375,33 @@ def test_a_graph_can_be_used_twice():
         assert all(map(torch.equal, gradients(policy), gradients("none"))), policy
 
 
+def test_selective_allows_one_backward_and_says_so():
+    model = Stack()
+    for _ in range(2):  # the first recompute, which learns, and one after it
+        with open_with(model, "selective") as opt, opt.no_sync():
+            loss = model(X).square().mean()
+            loss.backward(retain_graph=True)
+            with pytest.raises(RuntimeError, match="backward an extra time"):
+                loss.backward()
+
+
+def test_two_graphs_at_once():
+    """Two forwards, then their backwards in either order: what is fetched ahead belongs to the other graph."""
+
+    def gradients(policy, order):
+        model = Stack()
+        with open_with(model, policy) as opt, opt.no_sync():
+            losses = [model(X * k).square().mean() for k in (1.0, 2.0)]
+            for i in order:
+                losses[i].backward()
+            return [p.grad.clone() for p in model.parameters()]
+
+    for order in ((0, 1), (1, 0)):
+        expected = gradients("none", order)
+        for policy in POLICIES:
+            assert all(map(torch.equal, gradients(policy, order), expected)), (policy, order)
+
+
 def test_a_stale_graph_raises_under_offload_too():
     model = Stack()
     with open_with(model, "offload_saved") as opt:

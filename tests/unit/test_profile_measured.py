@@ -20,6 +20,7 @@ from superoffload.errors import DoesNotFit, InputError  # noqa: E402
 from superoffload.model_source import fingerprint  # noqa: E402
 from superoffload.profiler import Profile  # noqa: E402
 from superoffload.profiling import profile  # noqa: E402
+from tests.engine.common import checkpointed  # noqa: E402
 
 LAPTOP = hardware.preset("laptop")
 B, S, H, L, V, M = 2, 16, 32, 3, 300, 64
@@ -100,7 +101,7 @@ def test_measuring_leaves_the_model_bit_identical(fail: bool) -> None:
 
 def test_checkpointing_cache_and_foreign_gradient_hooks_are_lifted_and_put_back() -> None:
     model = tiny()
-    model.gradient_checkpointing_enable()
+    checkpointed(model, reentrant=False)
     model.config.use_cache = True
     calls: list[int] = []
     handle = model.lm_head.weight.register_post_accumulate_grad_hook(lambda p: calls.append(1))
