@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from torch import nn  # noqa: E402
 
-from superoffload import hardware  # noqa: E402
+from superoffload import hardware, profiler  # noqa: E402
 from superoffload import model as shapes  # noqa: E402
 from superoffload.engine.blocks import find_blocks  # noqa: E402
 from superoffload.errors import DoesNotFit, InputError  # noqa: E402
@@ -128,6 +128,11 @@ def test_what_selective_keeps_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     elements = c.hidden_size * 4 + 2 * kv + 2 * c.intermediate_size + c.num_attention_heads
     assert layer.selective_bytes == 4 * tokens * elements
     assert layer.selective_bytes < layer.activation_bytes
+    monkeypatch.setattr(profiler, "KEEP_FLOPS_PER_BYTE", 1)
+    batch, seq = ids().shape
+    shape = shapes.from_transformers(c.to_dict())
+    modelled = profiler.estimate(shape, micro_batch=batch, seq_len=seq, hardware=LAPTOP, dtype="float32")
+    assert modelled.blocks[1].selective_bytes == layer.selective_bytes
     assert layer.selective_recompute_s is not None
     assert 0 < layer.selective_recompute_s < 2 * layer.forward_s + 0.01
     assert measured.blocks[0].selective_bytes is None, "the embedding has no policy"
