@@ -330,7 +330,7 @@ def test_nothing_is_allocated_after_the_second_step(policy):
 
 
 def test_the_pool_does_not_grow_with_every_new_size():
-    from superoffload.engine.activation_store import BufferPool
+    from superoffload.engine.buffer_pool import BufferPool
     from superoffload.engine.host_memory import HostMemory
 
     host = HostMemory(can_pin=False)
@@ -455,3 +455,45 @@ def test_profiling_a_model_with_an_engine_sees_the_plain_layers(monkeypatch):
     with open_with(model, "full"):
         attached = profile(model, x, hardware=preset("laptop"), repeats=1)
     assert [b.activation_bytes for b in attached.blocks] == [b.activation_bytes for b in alone.blocks]
+
+
+class Shared(nn.Module):
+    """Layers that all get one large tensor beside their input, as a mask or an encoder's output."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(SharedLayer() for _ in range(4))
+
+    def forward(self, x):
+        table = torch.sin(x)
+        for layer in self.layers:
+            x = layer(x, table=table)
+        return x
+
+
+class SharedLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Linear(64, 64)
+
+    def forward(self, x, table):
+        return torch.tanh(self.w(x)) * table
+
+
+def test_what_all_layers_share_is_copied_and_fetched_once():
+    def run(policy, counts=None):
+        model = Shared()
+        with open_with(model, policy, record_trace=True) as opt:
+            loss = model(X).square().mean()
+            if counts is not None:
+                counts["made"] = opt.engine.activations.store.pool.made
+            loss.backward()
+            if counts is not None:
+                counts["fetched"] = sum(1 for _, _, kind, *_ in opt.engine.recorder._spans if kind == "fetch")
+            opt.step()
+            return digest(model, opt)
+
+    counts = {}
+    assert run("offload_inputs", counts) == run("none")
+    assert counts == {"made": 5, "fetched": 5}, "four inputs and the table"
