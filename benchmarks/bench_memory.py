@@ -93,8 +93,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
     begin = time.perf_counter()
     model = build(shape, args.seq)
-    if plan.activations == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     opt = OffloadAdamW(model, lr=1e-5, max_grad_norm=1.0, plan=plan, device=args.device, weights=RandomWeights(),
                        gradient_accumulation_steps=1, record_trace=bool(args.trace))  # fmt: skip
     row["setup_s"] = round(time.perf_counter() - begin, 1)

@@ -95,6 +95,7 @@ def plan_lines(plan: Plan) -> list[str]:
     rows = []
     for name in Plan.knobs():
         value = getattr(plan, name)
+        value = tuple(f"{k}:{v}" for k, v in value.items()) if isinstance(value, dict) else value
         shown = (",".join(map(str, value)) or "none") if isinstance(value, tuple) else f"{value:g}" if isinstance(
             value, float) else str(value)  # fmt: skip
         reason = plan.reasons.get(name, "given").removeprefix(f"{shown}: ")
@@ -308,6 +309,9 @@ def _value(key: str, text: str) -> Any:
     annotation = Plan.model_fields[key].annotation
     if get_origin(annotation) is tuple:
         return tuple(_whole(key, part) for part in text.split(",")) if text != "none" else ()
+    if get_origin(annotation) is dict:
+        pairs = [part.partition(":") for part in text.split(",")] if text != "none" else []
+        return {_whole(key, number): word for number, _, word in pairs}
     if annotation is int:
         return _whole(key, text)
     if annotation is float:

@@ -71,7 +71,11 @@ def deepspeed(config: TunedConfig) -> tuple[dict[str, Any], list[str]]:
     scheduler = _deepspeed_scheduler(config)
     if scheduler:
         body["scheduler"] = scheduler
-    recompute = "model.gradient_checkpointing_enable()" if plan.activations == "full" else "leave it off"
+    recompute = {
+        "none": "leave it off",
+        "full": "model.gradient_checkpointing_enable()",
+        "offload_inputs": "model.gradient_checkpointing_enable(), which keeps the layers' inputs on the GPU",
+    }.get(plan.activations, f"it has no {plan.activations}; model.gradient_checkpointing_enable() comes nearest")
     notes = [
         "cast_down and cast_up are left out: DeepSpeed casts gradients and weights in its own places.",
         f"activations is left out: DeepSpeed takes recomputation from the model ({recompute}).",

@@ -44,8 +44,13 @@ def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:
         counts = sorted({0, total, *range(here % stride, total + 1, stride)}, key=lambda n: abs(n - here))
         return next((q for n in counts if fits(q := p.model_copy(update={"retained_buckets": n}))), None)
 
+    selective = all(b.selective_bytes is not None for b in profile.blocks if b.kind == "layer")
     changes: tuple[tuple[bool, dict[str, Any]], ...] = (
-        (plan.activations == "none", {"activations": "full"}),
+        (plan.activations == "none" and selective, {"activations": "selective", "activations_by_block": {}}),
+        (
+            plan.activations in ("none", "selective", "offload_saved") or bool(plan.activations_by_block),
+            {"activations": "full", "activations_by_block": {}},
+        ),
         (plan.speculate != "off" and plan.undo == "snapshot", {"undo": "record"}),
         (plan.speculate != "off", {"speculate": "off"}),
         ("gpu" in (plan.cast_down, plan.cast_up), {"cast_down": "fused", "cast_up": "fused"}),
@@ -59,6 +64,10 @@ def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:
     for applies, change in changes:
         if applies:
             bases.append(bases[-1].model_copy(update=change))
+    # Layer inputs go to the host once nothing else helps: that costs link time, but no flow block and no smaller batch.
+    offloading = bases[-1].model_copy(update={"activations": "offload_inputs", "activations_by_block": {}})
+    if plan.activations != "offload_inputs" and not ledger(profile, offloading).overflow().get("host"):
+        bases.append(offloading)
     for base in bases:
         if fits(base):
             return base
@@ -116,6 +125,8 @@ def does_not_fit(profile: Profile, plan: Plan, account: Ledger) -> DoesNotFit:
 
 
 def _short(value: object) -> str:
+    if isinstance(value, dict):
+        return f"{len(value)} blocks"
     if isinstance(value, tuple):
         return f"{len(value)} blocks" if len(value) > 4 else str(list(value))
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from superoffload.activation_costs import IN_FLIGHT_BLOCKS, ActivationCost, block_cost, check_policies, policies_of
 from superoffload.errors import InputError
 from superoffload.hardware import Curve, Hardware
 from superoffload.layout import Bucket, TensorRef, cut_buckets
@@ -176,6 +177,7 @@ def check_plan(profile: Profile, plan: Plan) -> None:
     wrong = [b for b in plan.flow_blocks if not 0 <= b < len(profile.blocks)]
     if wrong:
         raise InputError(f"flow_blocks names block {wrong[0]}", expected=f"0 to {len(profile.blocks) - 1}")
+    check_policies([b.kind for b in profile.blocks], plan)
     check_master(plan)
     total = len(buckets_of(profile, plan.bucket_mb, plan.flow_blocks))
     if plan.retained_buckets > total:
@@ -211,6 +213,13 @@ class _Builder:
         """Operators after which a bucket's new 16-bit weights lie on the host."""
         self.uses: list[tuple[int, int, int]] = []
         """Uses of flow blocks in GPU order: (block, first operator, last operator)."""
+        policies = policies_of(profile.blocks, plan)
+        self.saved: list[ActivationCost] = [block_cost(b, p) for b, p in zip(profile.blocks, policies, strict=True)]
+        """What each block's forward leaves for its backward."""
+        self.moved = [b for b, cost in enumerate(self.saved) if cost.moved]
+        """Blocks whose saved tensors go to the host, in forward order."""
+        self.down: dict[int, int] = {}
+        """Their copies down in the present micro-batch."""
         self.forward_ops: list[tuple[int, int]] = []
         """(operator, block) of the first micro-batch, linked to uploads once these exist."""
 
@@ -245,6 +254,30 @@ class _Builder:
             if first:
                 self.forward_ops.append((op, b))
             self._use(b, op, op)
+            self._offload(b, op)
+
+    def _offload(self, b: int, forward: int) -> None:
+        """Send down what `b`'s forward saves. Its memory is given up when the next but one begins, which therefore
+        waits for the copy."""
+        if not self.saved[b].moved:
+            return
+        at = self.moved.index(b)
+        name = f"activations of {self.profile.blocks[b].name} down"
+        copy = self._copy("link_down", "copy_down", name, self.saved[b].moved, -1, [forward])
+        self.ops[copy].block, self.ops[copy].in_forward = b, self.ops[forward].in_forward
+        self.down[b] = copy
+        if at >= IN_FLIGHT_BLOCKS:
+            self.ops[forward].deps.append(self.down[self.moved[at - IN_FLIGHT_BLOCKS]])
+
+    def _bring_back(self, b: int, asked: int) -> list[int]:
+        """Fetch what `b` saved, once `asked`, the GPU operator before the backward of the block after it, has ended.
+        Return the copy, or nothing where none is needed: what the last blocks saved is still there."""
+        if not self.saved[b].moved or b in self.moved[-IN_FLIGHT_BLOCKS:]:
+            return []
+        name = f"activations of {self.profile.blocks[b].name} up"
+        fetch = self._copy("link_up", "fetch", name, self.saved[b].moved, -1, [self.down[b], asked])
+        self.ops[fetch].block = b
+        return [fetch]
 
     def _use(self, block: int, first: int, last: int) -> None:
         if block not in self.flow:
@@ -254,14 +287,15 @@ class _Builder:
     def _backward(self, micro: int, sends: bool) -> dict[int, int]:
         """Add the backward of one micro-batch; return, for one that sends its gradients, the piece that completes each
         bucket."""
-        full = self.plan.activations == "full"
         ends = self._bucket_ends() if sends else {}
         packed: dict[int, int] = {}
+        asked = ended = max(op.index for op in self.ops if op.kind == "forward")
         for b in range(len(self.profile.blocks) - 1, -1, -1):
-            block = self.profile.blocks[b]
+            block, again = self.profile.blocks[b], self.saved[b].recompute_s
+            fetch, asked = self._bring_back(b, asked), ended
             first = len(self.ops)
-            if full and block.kind == "layer":
-                self.add("gpu", "recompute", f"recompute of {block.name}", block.forward_s, block=b)
+            if again:
+                self.add("gpu", "recompute", f"recompute of {block.name}", again, block=b)
             name, done = f"backward of {block.name}", 0.0
             for share, k in ends.get(b, []):
                 bucket = self.buckets[k]
@@ -271,7 +305,9 @@ class _Builder:
                 done = share
             if done < 1.0 or len(self.ops) == first:
                 self.add("gpu", "backward", name, (1.0 - done) * block.backward_s, block=b)
-            self._use(b, first, len(self.ops) - 1)
+            ended = len(self.ops) - 1
+            self._use(b, first, ended)
+            self.ops[first].deps += fetch
         return packed
 
     def _accumulate(self, packed: dict[int, int]) -> None:

@@ -75,6 +75,8 @@ def _dtypes(blocks: Iterable[BlockProfile]) -> str:
 
 
 def _value(value: object) -> str:
+    if isinstance(value, dict):
+        value = tuple(f"{k}: {v}" for k, v in value.items())
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

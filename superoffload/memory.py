@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from superoffload.activation_costs import IN_FLIGHT_BLOCKS, block_cost, policies_of
+from superoffload.plan import Activations
 from superoffload.record import Record
 from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, FP32_BYTES, GB, REMAINDER_BYTES, UNDO_BYTES
 
@@ -103,6 +105,7 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
     goes_up = any(b not in copied and not b.flow for b in on_cpu)
     pinned_master = 4 * sum(b.numel for b in (on_cpu if goes_up else own))
     numel = {"cpu": sum(b.numel for b in on_cpu), "largest": max((b.numel for b in on_cpu), default=0)}
+    activations = _activations(profile.blocks, plan)
     gpu: dict[str, int] = {
         "16-bit weights": _weights([b for b in stay if b.dtype != "float32"]),
         "float32 weights": _weights([b for b in stay if b.dtype == "float32"]),
@@ -124,13 +127,14 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
         if plan.accumulate_on == "cpu"
         else 0,
         "gradient being produced": _largest_gradient(profile.blocks),
-        **_activations(profile.blocks, plan.activations),
+        **activations["gpu"],
     }
     pinned: dict[str, int] = {
         "held gradients": sum(b.numel * costs[b.dtype].down_bytes for b in on_cpu),
         "upload copy of new weights": sum(b.numel * DTYPE_BYTES[b.dtype] for b in copied if not b.flow),
         "home of flow blocks": retained_homes + sum(b.numel * DTYPE_BYTES[b.dtype] for b in homes),
         "pinned master weights": pinned_master,
+        **activations["pinned"],
     }
     halved = sum(b.numel for b in on_cpu if plan.master == "split" and b.dtype == "bfloat16")
     casts = [b.numel for b in on_cpu if costs[b.dtype].cast_down_bytes]
@@ -171,19 +175,33 @@ def _largest_gradient(blocks: tuple[BlockProfile, ...]) -> int:
     return max((n * DTYPE_BYTES[b.dtype] for b in blocks for n in b.tensor_numels), default=0)
 
 
-def _activations(blocks: tuple[BlockProfile, ...], policy: str) -> dict[str, int]:
-    """What forward keeps for backward, and the largest extra of any one block.
+def _activations(blocks: tuple[BlockProfile, ...], plan: Plan) -> dict[Place, dict[str, int]]:
+    """What forward keeps for backward, by policy, and the largest extra of any one block.
 
-    With recomputation a layer keeps its input; in backward one layer at a time has all of its activations. The head's
-    working memory (logits) exists while everything is kept; that of a layer when the later ones are gone already.
+    In backward one layer at a time has what its policy makes anew. The head's working memory (logits) exists while
+    everything is kept; that of a layer when the later ones are gone already. What is offloaded is on the GPU for two
+    blocks at a time.
     """
-    kept, peak, extra = 0, 0, 0
-    for b in blocks:
-        recomputed = policy == "full" and b.kind == "layer"
-        own = b.input_bytes if recomputed else b.activation_bytes
-        kept += own
-        here = kept + (b.activation_bytes - own if recomputed else 0) + b.working_bytes
-        if here > peak:
-            peak, extra = here, here
-    name = "layer inputs kept for recomputation" if policy == "full" else "activations"
-    return {name: kept, "recomputed layer, logits and loss": max(0, extra - kept)}
+    gpu, pinned = dict.fromkeys(_KEPT.values(), 0), dict.fromkeys(_MOVED.values(), 0)
+    kept, extra, largest = 0, 0, 0
+    for block, policy in zip(blocks, policies_of(blocks, plan), strict=True):
+        cost = block_cost(block, policy)
+        kept += cost.kept
+        gpu[_KEPT[policy if block.kind == "layer" else plan.activations]] += cost.kept
+        extra = max(extra, kept + cost.again + block.working_bytes)
+        if cost.moved:
+            pinned[_MOVED[policy]] += cost.moved
+            largest = max(largest, cost.moved)
+    gpu["offloaded tensors in flight"] = IN_FLIGHT_BLOCKS * largest
+    gpu["recomputed layer, logits and loss"] = max(0, extra - kept)
+    return {"gpu": gpu, "pinned": pinned}
+
+
+_KEPT: dict[Activations, str] = {
+    "none": "activations",
+    "selective": "results kept by selective recomputation",
+    "full": "layer inputs kept for recomputation",
+    "offload_inputs": "layer inputs kept for recomputation",
+    "offload_saved": "activations",
+}
+_MOVED: dict[Activations, str] = {"offload_inputs": "offloaded layer inputs", "offload_saved": "offloaded activations"}

@@ -75,28 +75,6 @@ def tokenizer(ref: ModelRef | str) -> Any:
     return _auto("AutoTokenizer", folder, gguf, ref.source)
 
 
-def recompute_activations(model: Any, enable: bool) -> None:
-    """Switch the recomputation of layers in backward on or off (a plan's `activations`).
-
-    Raises:
-        NotSupported: it is to be on, and the model has no layers that can be recomputed.
-    """
-    if not enable:
-        if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-            _first(model, "activation_checkpointing_disable", "gradient_checkpointing_disable")()
-        return
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        raise NotSupported(
-            f"{type(model).__name__} cannot recompute its layers", remedy='Set activations = "none" in the plan'
-        )
-    _first(model, "activation_checkpointing_enable", "gradient_checkpointing_enable")({"use_reentrant": False})
-
-
-def _first(model: Any, *names: str) -> Any:
-    """The method under its present name, or the one it had in older versions of transformers."""
-    return next(getattr(model, n) for n in names if hasattr(model, n))
-
-
 def reference(source: str, model: nn.Module, *, name: str | None = None, init: str | None = None) -> ModelRef:
     """The ModelRef under which `model`, loaded from `source`, is written into a config."""
     gguf = _gguf_in(Path(source)) if Path(source).is_dir() else None

@@ -12,11 +12,12 @@ from superoffload.record import Record
 Cast = Literal["gpu", "cpu", "fused"]
 Speculate = Literal["on", "off", "auto"]
 Undo = Literal["record", "snapshot"]
-Activations = Literal["none", "full"]
+Activations = Literal["none", "selective", "full", "offload_inputs", "offload_saved"]
 Processor = Literal["gpu", "cpu"]
 Master = Literal["plain", "split"]
 
 CASTS: tuple[Cast, ...] = ("gpu", "cpu", "fused")
+ACTIVATIONS: tuple[Activations, ...] = ("none", "selective", "full", "offload_inputs", "offload_saved")
 
 
 class Plan(Record):
@@ -50,7 +51,12 @@ class Plan(Record):
     adam_threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads of the Adam pool."""
     activations: Activations = "full"
-    """`full`: only block inputs are kept and forward is recomputed in backward. `none`: everything is kept."""
+    """What the layers' forward leaves for their backward. `none`: everything is kept. `selective`: the results of
+    attention and of weight products are kept, the rest is recomputed. `full`: only the layers' inputs are kept, forward
+    is recomputed. `offload_inputs`: as `full`, with the inputs in pinned host memory until backward needs them.
+    `offload_saved`: nothing is recomputed, everything goes to pinned host memory."""
+    activations_by_block: dict[int, Activations] = Field(default_factory=dict)
+    """Layers with another policy than `activations`, by block number."""
     micro_batch: Annotated[int, Field(ge=1)] = 1
     """Sequences per micro-batch."""
     seq_len: Annotated[int, Field(ge=1)] = 1
@@ -66,6 +72,10 @@ class Plan(Record):
     @property
     def tokens_per_step(self) -> int:
         return self.micro_batch * self.seq_len * self.accumulation
+
+    def activations_of(self, block: int) -> Activations:
+        """The policy of a layer block."""
+        return self.activations_by_block.get(block, self.activations)
 
     @classmethod
     def knobs(cls) -> tuple[str, ...]:

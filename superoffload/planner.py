@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from superoffload import graph, simulator
@@ -10,7 +10,7 @@ from superoffload.errors import InputError, did_you_mean
 from superoffload.fitting import does_not_fit, spread_layers
 from superoffload.hardware import Hardware
 from superoffload.memory import ledger
-from superoffload.plan import CASTS, Cast, Plan
+from superoffload.plan import ACTIVATIONS, CASTS, Activations, Cast, Plan
 from superoffload.profiler import Profile, rescale, retarget
 from superoffload.units import DTYPE_BYTES, FP32_BYTES, GB, MIB, format_bytes, format_seconds
 
@@ -101,6 +101,7 @@ class _Chooser:
             ("seq_len", "as profiled"),
             ("accumulation", "1: every micro-batch is a step"),
             ("undo", "record: 3.6 bytes of host memory per parameter, where a snapshot takes 12"),
+            ("activations_by_block", "none: all layers alike"),
             ("accumulate_on", "gpu: no gradient crosses the link before the last micro-batch"),
         ):
             if name not in self.given:
@@ -264,36 +265,72 @@ class _Chooser:
         each = ", ".join(f"{format_seconds(getattr(times, c) * scale)} with {c}" for c in ("fused", "gpu", "cpu"))
         return f"; one bucket alone was measured to take {each}"
 
+    def _policies(self) -> tuple[Activations, ...]:
+        """Activation policies that can be chosen here, simplest first. `offload_saved` is for people: its time is
+        modelled from the link alone, and no machine has confirmed it yet."""
+        layers = [b for b in self.profile.blocks if b.kind == "layer"]
+        unknown = any(b.selective_bytes is None or b.selective_recompute_s is None for b in layers)
+        return tuple(
+            p for p in ACTIVATIONS if p != "offload_saved"
+            and not (p == "selective" and unknown) and not (p.startswith("offload") and self.hw.shared_memory)
+        )  # fmt: skip
+
     def _placement(self, plan: Plan) -> Plan:
         """Choose activations, flow and retained together: they compete for the GPU's memory."""
-        policies = (plan.activations,) if "activations" in self.given else ("none", "full")
+        policies = (plan.activations,) if "activations" in self.given else self._policies()
         found: list[tuple[float, Plan, dict[str, str]]] = []
+        slower: list[str] = []
         for policy in policies:
             reasons: dict[str, str] = {}
-            candidate = self._flow(plan.model_copy(update={"activations": policy}), reasons)
+            candidate = plan.model_copy(update={"activations": policy})
+            if found and self._gpu_seconds(candidate) >= min(f[0] for f in found):
+                slower.append(policy)
+                continue
+            candidate = self._flow(candidate, reasons)
             candidate = self._retained(candidate, reasons)
             candidate = self._prefetch(candidate, reasons)
             if len(policies) == 1 or ledger(self.profile, candidate).fits:
                 found.append((self._seconds(candidate), candidate, reasons))
-        if not found:  # nothing fits: report on the policy that needs least
+        if not found:  # nothing fits: report on the policy that needs least of both memories
             reasons = {}
             candidate = self._flow(plan.model_copy(update={"activations": "full"}), reasons)
             found.append((float("inf"), self._retained(candidate, reasons), reasons))
         seconds, best, reasons = min(found, key=lambda f: f[0])
+        seconds, best, reasons = next(f for f in found if f[0] <= seconds * GOOD_ENOUGH)
         self.reasons.update(reasons)
         if "activations" not in self.given:
-            self.reasons["activations"] = self._why_activations(best, seconds, found)
+            too_large = [p for p in policies if p not in slower and all(f[1].activations != p for f in found)]
+            self.reasons["activations"] = self._why_activations(best, seconds, found, slower, too_large)
         return best
 
-    def _why_activations(self, best: Plan, seconds: float, found: list[tuple[float, Plan, dict[str, str]]]) -> str:
+    def _gpu_seconds(self, plan: Plan) -> float:
+        """What the GPU alone needs for a step: no plan with this policy is faster."""
+        return graph.build(self.profile, simulator.resolve_speculation(plan)).load("gpu")
+
+    def _why_activations(
+        self,
+        best: Plan,
+        seconds: float,
+        found: list[tuple[float, Plan, dict[str, str]]],
+        slower: Sequence[str],
+        too_large: Sequence[str],
+    ) -> str:
         kept = sum(b.activation_bytes for b in self.profile.blocks)
-        if len(found) > 1:
-            (other, plan, _), *_ = [f for f in found if f[1] is not best]
-            return (
-                f"{best.activations}: a step of {format_seconds(seconds)}, {format_seconds(other)} with "
-                f"{plan.activations}; keeping everything takes {format_bytes(kept)}"
-            )
-        return f"{best.activations}: keeping everything ({format_bytes(kept)}) does not fit the memory"
+        why = f"{best.activations}: " + (f"a step of {format_seconds(seconds)}" if seconds < float("inf") else "")
+        why += " without flow blocks" if any(f[1].flow_blocks for f in found) and not best.flow_blocks else ""
+        for other, plan, _ in found:
+            if plan is not best:
+                blocks = f" and {len(plan.flow_blocks)} flow blocks" if plan.flow_blocks else ""
+                why += f", {format_seconds(other)} with {plan.activations}{blocks}"
+        if slower:
+            why += f"; {' and '.join(slower)}: the GPU alone would take as long"
+        if too_large == ["none"]:
+            why += f"; keeping everything ({format_bytes(kept)}) does not fit the memory"
+        elif too_large:
+            why += f"; does not fit the memory: {', '.join(too_large)} (everything is {format_bytes(kept)})"
+        else:
+            why += f"; everything is {format_bytes(kept)}"
+        return why.replace(": ; ", ": ")
 
     def _flow(self, plan: Plan, reasons: dict[str, str]) -> Plan:
         """Let as few layers flow as the GPU's memory demands."""

@@ -10,10 +10,11 @@ these into seconds. They were fitted to the H200 figures below (bf16, eager, sdp
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from superoffload.activation_costs import KEEP_FLOPS_PER_BYTE
 from superoffload.errors import InputError
 from superoffload.hardware import Hardware, resolve
 from superoffload.model import BlockShape, ModelSpec, spec
@@ -62,6 +63,11 @@ class BlockProfile(Record):
     """Bytes kept for backward of one micro-batch when nothing is recomputed, input included."""
     working_bytes: int = Field(default=0, ge=0)
     """Largest transient of the block beyond those (logits of the head, for example)."""
+
+    selective_bytes: int | None = Field(default=None, ge=0)
+    """Bytes kept for backward under `activations = selective`, input included; None where nobody has looked."""
+    selective_recompute_s: float | None = Field(default=None, ge=0)
+    """Seconds of what it computes again."""
 
     @property
     def params(self) -> int:
@@ -179,6 +185,8 @@ def rescale(profile: Profile, *, micro_batch: int | None = None, seq_len: int | 
                 "input_bytes": round(x.input_bytes * f),
                 "activation_bytes": round(x.activation_bytes * f),
                 "working_bytes": round(x.working_bytes * f),
+                "selective_bytes": None if x.selective_bytes is None else round(x.selective_bytes * f),
+                "selective_recompute_s": None if x.selective_recompute_s is None else x.selective_recompute_s * f,
             }
         )
         for x in profile.blocks
@@ -208,7 +216,14 @@ def retarget(profile: Profile, hardware: str | Hardware) -> Profile:
         return estimate(shape, micro_batch=profile.micro_batch, seq_len=profile.seq_len, hardware=hw, dtype=dtype)
     f = profile.hardware.gpu.matmul_bf16_tflops / hw.gpu.matmul_bf16_tflops
     blocks = tuple(
-        b.model_copy(update={"forward_s": b.forward_s * f, "backward_s": b.backward_s * f}) for b in profile.blocks
+        b.model_copy(
+            update={
+                "forward_s": b.forward_s * f,
+                "backward_s": b.backward_s * f,
+                "selective_recompute_s": None if b.selective_recompute_s is None else b.selective_recompute_s * f,
+            }
+        )
+        for b in profile.blocks
     )
     note = f"seconds measured on {profile.hardware.name}, times {f:.3g} by the rates of a large matrix product"
     context = {**profile.context, "retargeted": note}
@@ -230,6 +245,7 @@ class _Cost:
 
     def block(self, b: BlockShape) -> BlockProfile:
         s, t = self.shape, self.tokens
+        selective: dict[str, Any] = {}
         row = t * s.hidden * self.item
         if b.kind == "embedding":
             table = sum(b.numels) * self.item
@@ -237,6 +253,7 @@ class _Cost:
             kept, working, entry = 8 * t, 0, 8 * t
         elif b.kind == "layer":
             times, flops = self._layer()
+            selective = self._selective()
             kept, working, entry = t * self.item * self._kept_per_token(), 0, row
         else:
             flops, logits = s.head_flops(t), t * s.vocab
@@ -247,6 +264,7 @@ class _Cost:
         return BlockProfile(
             name=b.name, kind=b.kind, tensor_numels=b.numels, dtype=self.dtype, forward_s=times[0],
             backward_s=times[1], forward_flops=flops, input_bytes=entry, activation_bytes=kept, working_bytes=working,
+            **selective,
         )  # fmt: skip
 
     def _layer(self) -> tuple[tuple[float, float], float]:
@@ -257,6 +275,27 @@ class _Cost:
         forward = products * self.products + seconds_attention + traffic
         backward = 2 * products * self.products + ATTENTION_BACKWARD * seconds_attention + BACKWARD_TRAFFIC * traffic
         return (forward, backward), products + attention
+
+    def _selective(self) -> dict[str, Any]:
+        """Bytes kept and seconds repeated under `activations = selective` (docs/cost_model.md): the layer's input, the
+        result of attention with its float32 log-sum-exp, and each product whose inner dimension is wide enough, but not
+        the last, which recompute does not reach."""
+        s, t = self.shape, self.tokens
+        width = s.mlp * max(1, s.experts_per_token)
+        products = (  # (inner dimension, outer dimension)
+            (s.hidden, s.q_dim + 2 * s.kv_dim), (s.q_dim, s.hidden), (s.hidden, (2 if s.gated_mlp else 1) * width),
+        )  # fmt: skip
+        kept, again = float(s.hidden + s.q_dim), 0.0
+        for inner, outer in products:
+            if 2 * inner / max(2, self.item) >= KEEP_FLOPS_PER_BYTE:
+                kept += outer
+            else:
+                again += 2.0 * t * inner * outer * self.products
+        traffic = t * self._traffic_per_token() * (self.item / 2) / self.hbm
+        return {
+            "selective_bytes": round(t * (kept * self.item + 4 * s.heads)),
+            "selective_recompute_s": traffic + again,
+        }
 
     def _traffic_per_token(self) -> int:
         """Bytes per token that a 16-bit layer's forward moves outside products and attention, kernel by kernel."""

@@ -21,13 +21,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from superoffload.config import ModelRef
+from superoffload.engine.activations import AppliedPolicies
 from superoffload.engine.blocks import Block, find_blocks
 from superoffload.errors import DoesNotFit, InputError
 from superoffload.hardware import Hardware
 from superoffload.model import from_transformers
 from superoffload.model_source import fingerprint, load, reference
 from superoffload.profiler import BlockProfile, Profile
-from superoffload.profiling_counts import MORE_FLOPS, Counter, Counts, Marks, Phase
+from superoffload.profiling_counts import MORE_FLOPS, Counter, Counts, Marks, Phase, SelectiveCounts
 from superoffload.profiling_state import Clock, untouched
 from superoffload.units import format_bytes
 
@@ -77,6 +78,7 @@ def profile(
             runner.timed()  # warm-up: allocations, library handles, autotuning
             counted = runner.counted()
             passes = [runner.timed() for _ in range(repeats)]
+            selective = runner.selective(repeats)
     except torch.OutOfMemoryError:
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -102,6 +104,8 @@ def profile(
             input_bytes=counted.input_bytes[i],
             activation_bytes=counted.kept_bytes[i],
             working_bytes=counted.working_bytes[i],
+            selective_bytes=selective.bytes(counted.input_bytes, i),
+            selective_recompute_s=selective.seconds.get(i),
         )
         for i, b in enumerate(parts)
     )
@@ -122,6 +126,7 @@ def profile(
             "threads": str(torch.get_num_threads()),
             "autocast": str(torch.is_autocast_enabled(device.type)),
             "kept": format_bytes(sum(counted.kept_bytes)),
+            **({"selective": selective.failure} if selective.failure else {}),
         },
     )
 
@@ -188,6 +193,39 @@ class _Runner:
             self._backward(counter, loss)
             counter.close()
         return Counts(counter.flops, counter.input_bytes, counter.kept_bytes, counter.working_bytes)
+
+    def selective(self, repeats: int) -> SelectiveCounts:
+        """Passes with every layer's policy `selective`: the first finds out how far recompute goes, the others are
+        timed (the median counts), and the last one's kept results are counted."""
+        found, clock = SelectiveCounts(), Clock(self.device)
+        spans: list[dict[int, list[Any]]] = []
+        results: dict[int, list[Any]] = {}
+
+        def recomputes(block: int, *, begins: bool) -> None:
+            spans[-1].setdefault(block, []).append(clock.now())
+
+        def keep(block: int, result: Any) -> None:
+            results.setdefault(block, []).append(result)
+
+        applied = AppliedPolicies(
+            self.model, self.blocks, ["selective"] * len(self.blocks), recomputes=recomputes, kept=keep
+        )
+        try:
+            for _ in range(repeats + 1):
+                results.clear()
+                spans.append({})
+                marks = Marks(clock)
+                with self._hooked(marks):
+                    self._pass(marks)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as e:  # a layer that writes its kept results in place, or does not repeat itself
+            found.failure = f"not measured: {str(e).splitlines()[0]}"
+            return found
+        finally:
+            applied.remove()
+        found.add(results, [{b: clock.seconds(*s) for b, s in one.items() if len(s) == 2} for one in spans[1:]])
+        return found
 
     def _pass(self, marks: Marks) -> Any:
         loss = self._forward(marks)

@@ -6,6 +6,7 @@ never counted. Live bytes are followed by a dispatch mode, so that they are know
 
 from __future__ import annotations
 
+import statistics
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,6 +30,27 @@ class Counts:
     input_bytes: list[int]
     kept_bytes: list[int]
     working_bytes: list[int]
+
+
+@dataclass
+class SelectiveCounts:
+    """What the layers keep and repeat under the policy `selective`; empty where that failed."""
+
+    kept: dict[int, int] = field(default_factory=dict)
+    """Bytes of the results that each layer keeps."""
+    seconds: dict[int, float] = field(default_factory=dict)
+    """Of each layer's recompute."""
+    failure: str = ""
+
+    def add(self, results: dict[int, list[Any]], passes: list[dict[int, float]]) -> None:
+        for block in passes[-1]:
+            storages = {_key(t): t.untyped_storage() for t in tree_leaves(results.get(block, [])) if _counts(t)}
+            self.kept[block] = sum(s.nbytes() for s in storages.values())
+            self.seconds[block] = statistics.median(p[block] for p in passes)
+
+    def bytes(self, inputs: list[int], block: int) -> int | None:
+        """Kept bytes of a block, its input included."""
+        return inputs[block] + self.kept[block] if block in self.kept else None
 
 
 @dataclass
@@ -150,6 +172,10 @@ class Watch(TorchDispatchMode):
         result = self.peak, self.live
         self.peak = self.live
         return result
+
+
+def _counts(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.numel() > 0 and t.device.type != "meta"
 
 
 def _key(t: Tensor) -> int:

@@ -72,6 +72,8 @@ def _because(timeline: Timeline, x: int, since: float) -> str:
         what = f" ({format_bytes(op.link_bytes)}, {format_seconds(took)} on the link)"
         if queued > took:
             return f"{what}, which was queued behind {_count(_queue(timeline, x), 'transfer')}"
+        if before >= 0 and ops[before % n].lane == "gpu" and op.name.startswith("activations"):
+            return f"{what}, which is asked for only when {ops[before % n].name} has ended"
         if before >= 0 and timeline.ready[x] > timeline.start[x] - 1e-9 and ops[before % n].lane == "gpu":
             return f"{what}, which had to wait for a free slot until {ops[before % n].name} had ended"
         if before >= 0 and ops[before % n].kind == "adam":

@@ -20,7 +20,20 @@ CAST_TITLES = {"gpu": "on the GPU (fp32 crosses)", "cpu": "separate CPU pass", "
 SPECULATE_TITLES = {"auto": "auto", "on": "on: before the norm", "off": "off: waits for norm"}
 MASTER_TITLES = {"plain": "plain: 6 B/param with its copy", "split": "split: 4 B/param"}
 UNDO_TITLES = {"record": "record: 3.6 B/param", "snapshot": "snapshot: 12 B/param"}
-ACTIVATION_TITLES = {"full": "recompute all", "none": "keep all"}
+ACTIVATION_TITLES = {
+    "none": "keep all",
+    "selective": "keep products",
+    "full": "recompute all",
+    "offload_inputs": "inputs to CPU",
+    "offload_saved": "all to CPU",
+}
+ACTIVATION_HELP = {
+    "none": "Everything that backward reads stays on the GPU.",
+    "selective": "Results of attention and of weight products stay on the GPU; norms and the like are computed again.",
+    "full": "Only each layer's input stays on the GPU; its forward is computed again.",
+    "offload_inputs": "Each layer's input waits in CPU memory, its forward is computed again: for long sequences.",
+    "offload_saved": "Everything that backward reads waits in CPU memory; nothing is computed again.",
+}
 ACCUMULATE_TITLES = {"gpu": "the GPU, in p.grad", "cpu": "the CPU, fetched to add"}
 
 
@@ -155,7 +168,7 @@ class Controls(W.VBox):  # type: ignore[misc]
             "speculate": lambda: _set(self.speculate, p.speculate),
             "undo": lambda: _set(self.undo, p.undo),
             "adam_threads": lambda: _range(self.threads, p.adam_threads, 1, s.hardware.cpu.cores),
-            "activations": lambda: _set(self.activations, p.activations),
+            "activations": self._show_activations,
             "micro_batch": lambda: _options(self.batch, MICRO_BATCHES, p.micro_batch, str),
             "seq_len": lambda: _options(self.sequence, SEQUENCES, p.seq_len, lambda v: f"{v:,}"),
             "accumulation": lambda: _options(self.accumulation, ACCUMULATIONS, p.accumulation, str),
@@ -181,6 +194,20 @@ class Controls(W.VBox):  # type: ignore[misc]
                 self.knobs[field].layout.display = None if matters else "none"
         finally:
             self._quiet = False
+
+    def _show_activations(self) -> None:
+        plan = self._session.plan
+        _set(self.activations, plan.activations)
+        others = plan.activations_by_block
+        help_text = ACTIVATION_HELP[plan.activations]
+        if others:
+            help_text += " Other blocks: " + ", ".join(f"{b} {policy}" for b, policy in sorted(others.items())) + "."
+        _set_tooltip(self.activations, help_text)
+
+
+def _set_tooltip(control: W.Widget, text: str) -> None:
+    if control.tooltip != text:
+        control.tooltip = text
 
 
 def _set(control: W.Widget, value: Any) -> None:

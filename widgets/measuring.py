@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from superoffload import model_source
 from superoffload.engine import OffloadAdamW
 from superoffload.engine.optimizer import optimizer_of
 from superoffload.errors import InputError, SuperOffloadError
@@ -72,8 +71,6 @@ def measure_steps(
     device = trainable[0].device
     args, kwargs = batch_arguments(model, batch, device)
     with _weights_kept(model), untouched(model, device):
-        if plan.activations == "full":
-            model_source.recompute_activations(model, True)
         opt = OffloadAdamW(
             model,
             lr=0.0,

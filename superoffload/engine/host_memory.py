@@ -30,6 +30,8 @@ class HostMemory:
         self.placement = placement or Placement(reason="no placement given")
         self._threads = threads
         self._registered: list[torch.Tensor] = []
+        self._bound: set[int] = set()
+        """Addresses of tensors whose pages are bound to the node."""
         self.pinned_bytes = 0
         self.pageable_bytes = 0
         self.bound_bytes = 0
@@ -81,14 +83,30 @@ class HostMemory:
             self.unbound_reason = reason
         else:
             self.bound_bytes += size
+            self._bound.add(address)
         code = native.first_touch(address, size, self._threads, list(self.placement.cores))
         if code:
             self.unbound_reason = f"threads cannot be bound to cores {self.placement.cores}: {os.strerror(code)}"
         return tensor
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Unpin one tensor that `zeros` gave, which nothing reads or writes any more, and stop counting it."""
+        size = tensor.numel() * tensor.element_size()
+        if tensor.data_ptr() in self._bound:
+            self._bound.remove(tensor.data_ptr())
+            self.bound_bytes -= size
+        at = next((i for i, t in enumerate(self._registered) if t is tensor), None)
+        if at is None:
+            self.pageable_bytes -= size
+            return
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        del self._registered[at]
+        self.pinned_bytes -= size
 
     def release(self) -> None:
         """Unpin everything; the tensors live on as ordinary memory for as long as somebody holds them."""
         for tensor in self._registered:
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
         self._registered.clear()
+        self._bound.clear()
         self.pinned_bytes = self.pageable_bytes = self.bound_bytes = 0

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from superoffload.activation_costs import check_policies
 from superoffload.engine import checkpoint, report
+from superoffload.engine.activations import model_recomputes
 from superoffload.engine.arguments import Hyper, StepSettings, accelerate_syncs, check_hyper, resolve_plan
 from superoffload.engine.blocks import find_blocks
 from superoffload.engine.buckets import DTYPES, ManagedParam, plan_layout
@@ -29,7 +31,7 @@ from superoffload.engine.stats import Stats, StepLog, StepRecord
 from superoffload.engine.stepper import Engine
 from superoffload.errors import EngineError, InputError, NotSupported
 from superoffload.memory import Ledger
-from superoffload.plan import Plan
+from superoffload.plan import Activations, Plan
 from superoffload.tracing import Trace
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         max_grad_norm: clip the global gradient norm to this, as `clip_grad_norm_` would; None does not clip.
         gradient_accumulation_steps: backward passes per `step()`, where no `no_sync()` marks them.
         plan: where state lives; default: every bucket on the CPU. Any plan field may be given by name instead.
+            What it says of activations is applied to the model's layers until `close()`, in place of the model's own
+            checkpointing. Without a plan, and without `activations=...`, the model's own is left as it is.
         device: where the model computes; default: where its weights are. Weights elsewhere go straight to where they
             are trained, so that a model which fits the GPU only with flow blocks can be made on the CPU, or on the meta
             device.
@@ -106,6 +110,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._device = None if device is None else with_index(torch.device(device))
         self._weights = weights
         self.plan = resolve_plan(plan, plan_fields, self._device or next((p.device for p in model.parameters()), None))
+        self._applies_activations = plan is not None or any(f.startswith("activations") for f in plan_fields)
         self._record_trace = record_trace
         self._accumulation = gradient_accumulation_steps
         self._fired: dict[int, int] = {}
@@ -182,14 +187,18 @@ class OffloadAdamW(torch.optim.Optimizer):
             managed.append(ManagedParam(len(managed), name, p, block_of[id(p)], dtype, group_of[id(p)], partials))
             partials += managed[-1].chunks
         layouts = plan_layout(managed, len(blocks), self.plan)
+        check_policies([b.kind for b in blocks], self.plan)
         check_start(self.model, self._weights)
         self._close_previous()
+        if not self._applies_activations:  # the plan says what the model does
+            own: Activations = "full" if model_recomputes(self.model) else "none"
+            self.plan = self.plan.model_copy(update={"activations": own})
         start = None if self._device is None else Start(self._device, self._weights, progress=True)
         if self._device is not None:
             move_rest(self.model, self._device, self._weights, (id(p.param) for p in managed))
         self._engine = Engine(
             self.model, blocks, managed, layouts, self.plan, trace=self._record_trace, collects=self._collects,
-            arguments=self._arguments, log=self._log, start=start,
+            arguments=self._arguments, log=self._log, start=start, activations=self._applies_activations,
         )  # fmt: skip
         self._managed = managed
         if self._loss_scale is None and any(p.dtype == "float16" for p in managed):

@@ -93,6 +93,17 @@ class Recorder:
             self._handles.append(first.register_forward_pre_hook(self._enter(index)))
             self._handles.append(last.register_forward_hook(self._leave(index)))
 
+    def recompute(self, block: int, *, begins: bool) -> None:
+        """A block's forward is repeated inside backward without its hooks (`engine/activations.py`)."""
+        if not self.on:
+            return
+        now = self.mark(self._device)
+        if begins:
+            self._entered[block] = now
+        elif (start := self._entered.pop(block, None)) is not None:
+            self._recomputed[block] = (start, now)
+            self.add("gpu", "recompute", start, now, block=block)
+
     def _enter(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
             self._entered[index] = self.mark(self._device)

@@ -47,14 +47,22 @@ def memory(engine: Engine) -> Ledger:
                 + b.grad.numel() * b.grad.element_size() for b in retained)  # fmt: skip
     undo = sum(b.undo.nbytes for b in buckets if b.undo is not None)
     host = engine.arenas.host
+    store = engine.activations.store if engine.activations is not None else None
+    offloaded = store.pool.bytes if store is not None else 0
+    pinned, pageable = host.pinned_bytes, host.pageable_bytes - undo
+    if engine.device.is_cuda:
+        pinned -= offloaded
+    else:
+        pageable -= offloaded
     return Ledger(items=(
         LedgerItem("gpu", "weights", weights),
         LedgerItem("gpu", "flow slots", engine.flow.device_bytes),
         LedgerItem("gpu", "retained buckets", state),
         LedgerItem("gpu", "gradient ring and norm partials", engine.collector.device_bytes),
-        LedgerItem("host", "master weights and moments", host.pageable_bytes - undo),
+        LedgerItem("host", "master weights and moments", pageable),
         LedgerItem("host", f"undo {engine.plan.undo}s", undo),
-        LedgerItem("pinned", "gradients and weights in transit", host.pinned_bytes),
+        LedgerItem("pinned", "gradients and weights in transit", pinned),
+        LedgerItem("pinned" if engine.device.is_cuda else "host", "offloaded activations", offloaded),
     ))  # fmt: skip
 
 

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from superoffload.engine.activation_store import ActivationStore
+from superoffload.engine.activations import AppliedPolicies, apply_plan
 from superoffload.engine.arguments import StepSettings
 from superoffload.engine.blocks import Block
 from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
@@ -56,6 +58,7 @@ class Engine:
         arguments: what a step would be taken with now; asked at the first gradient of a step that may speculate.
         log: what finished steps did; outlives the engine.
         start: where the model computes, and how its weights get there; None leaves it where it is.
+        activations: apply the plan's policies; else the model is run as it is.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Engine:
         collects: Callable[[ManagedParam], bool | None],
         arguments: Callable[[], StepSettings],
         log: StepLog,
+        activations: bool,
         start: Start | None = None,
     ):
         devices = {start.device} if start is not None else {p.param.device for p in params}
@@ -131,6 +135,14 @@ class Engine:
                            for b in self.arenas.buckets]  # fmt: skip
         """Parameters with a part in each bucket."""
         self._install(model, collects, life.handles)
+        self.activations: AppliedPolicies | None = None
+        if activations:
+            self.activations = apply_plan(model, self.blocks, plan, self._activation_store, self.recorder.recompute)
+            life.handles.append(self.activations)
+
+    def _activation_store(self, min_bytes: int) -> ActivationStore:
+        arenas = frozenset(b.weights.untyped_storage().data_ptr() for b in self.arenas.buckets)
+        return ActivationStore(self.device, self.arenas.host, self.recorder, arenas=arenas, min_bytes=min_bytes)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 

@@ -126,7 +126,6 @@ class _Run:
                     remedy="Resume with the same data and seq_len, or start a new run from the checkpoint's folder",
                 )
             checkpoint.load_weights(model, self.start_from)
-        model_source.recompute_activations(model, plan.activations == "full")
         with OffloadAdamW.from_config(model, cfg) as opt:
             schedule = torch.optim.lr_scheduler.LambdaLR(
                 opt, lambda step: learning_rate_factor(cfg.training, self.total, step)

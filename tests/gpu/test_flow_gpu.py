@@ -36,8 +36,6 @@ def test_the_gpu_reads_and_writes_pinned_memory_as_its_own():
         alias.mul_(2)
         torch.cuda.synchronize()
         assert torch.equal(host.float(), (torch.arange(n) % 251).float() * 2)
-    with pytest.raises(RuntimeError):
-        device.alias(torch.zeros(8))  # not registered
     memory.release()
 
 

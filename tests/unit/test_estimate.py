@@ -40,6 +40,19 @@ def test_activations_meet_the_h200_peak_without_recompute() -> None:
     assert (weights + held) / 1e9 == pytest.approx(39, rel=0.03)
 
 
+def test_selective_keeps_products_and_attention_and_repeats_the_rest() -> None:
+    profile = estimate("llama-3-8b", micro_batch=1, seq_len=8192, hardware="h200-pcie5")
+    layer = profile.blocks[1]
+    # Per token: input, query, key and value, attention, its way out, gate and up; 32 float32 log-sum-exp.
+    elements = 4096 + (4096 + 2 * 1024) + 4096 + 4096 + 2 * 14336
+    assert layer.selective_bytes == 8192 * (2 * elements + 4 * 32)
+    assert layer.selective_recompute_s is not None
+    assert 0.1 * layer.forward_s < layer.selective_recompute_s < 0.3 * layer.forward_s
+    narrow = estimate("smollm2-135m", micro_batch=1, seq_len=256, hardware="laptop", dtype="float32").blocks[1]
+    assert narrow.selective_bytes is not None
+    assert narrow.selective_bytes < narrow.activation_bytes
+
+
 def test_the_profile_says_that_it_is_modelled_and_how() -> None:
     profile = estimate("llama-7b", micro_batch=2, seq_len=512, hardware="gh200")
     assert profile.source == "modelled"
@@ -79,6 +92,7 @@ def test_rescaling_a_measurement_is_proportional_and_says_so() -> None:
     double = rescale(measured, micro_batch=2)
     assert seconds(double, True) == pytest.approx(2 * seconds(measured, True))
     assert double.blocks[1].activation_bytes == 2 * measured.blocks[1].activation_bytes
+    assert double.blocks[1].selective_bytes == 2 * (measured.blocks[1].selective_bytes or 0)
     assert "1 x 512" in double.context["rescaled"]
 
 

@@ -14,7 +14,16 @@ import pytest
 
 HEAVY = ("torch", "transformers", "datasets", "ipywidgets", "plotly", "anywidget", "IPython", "pandas", "networkx")
 NEEDS_TORCH = frozenset(
-    {"profiling", "profiling_counts", "profiling_state", "probing", "probing_link", "model_source", "demo"}
+    {
+        "profiling",
+        "profiling_counts",
+        "profiling_state",
+        "probing",
+        "probing_casts",
+        "probing_link",
+        "model_source",
+        "demo",
+    }
 )
 """Top-level modules that measure or train; every other one is lean, a new one too."""
 NO_IMPORT = frozenset({"__main__"})

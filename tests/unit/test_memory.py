@@ -4,6 +4,7 @@ from types import ModuleType
 
 import pytest
 
+from superoffload.errors import InputError
 from superoffload.memory import CUDA_CONTEXT_BYTES, HOST_RESERVE_BYTES, ledger
 from superoffload.plan import Plan
 from superoffload.profiler import estimate
@@ -71,6 +72,54 @@ def test_recomputation_keeps_inputs_and_one_layer(tiny: ModuleType) -> None:
     account = items(ledger(tiny.profile(tiny.hardware(), layers=4), tiny.plan(activations="full")))
     assert account["layer inputs kept for recomputation"] == 4 * 1000
     assert account["recomputed layer, logits and loss"] == 4000
+
+
+MIB = 2**20
+
+
+def policy_items(tiny: ModuleType, **fields: object) -> dict[str, int]:
+    """Ledger of four layers with inputs of 2 MiB and activations of 10, of which selective keeps 5."""
+    profile = tiny.profile(tiny.hardware(), layers=4)
+    sizes = {"input_bytes": 2 * MIB, "activation_bytes": 10 * MIB, "selective_bytes": 5 * MIB,
+             "selective_recompute_s": 0.25}  # fmt: skip
+    blocks = tuple(b.model_copy(update=sizes) for b in profile.blocks)
+    return items(ledger(profile.replace(blocks=blocks), tiny.plan(**fields)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"activations": "none"}, {"activations": 40}),
+        ({"activations": "selective"}, {
+            "results kept by selective recomputation": 20, "recomputed layer, logits and loss": 5}),
+        ({"activations": "full"}, {
+            "layer inputs kept for recomputation": 8, "recomputed layer, logits and loss": 8}),
+        ({"activations": "offload_inputs"}, {
+            "offloaded layer inputs": 8, "offloaded tensors in flight": 4, "recomputed layer, logits and loss": 8}),
+        ({"activations": "offload_saved"}, {"offloaded activations": 40, "offloaded tensors in flight": 20}),
+        ({"activations": "none", "activations_by_block": {0: "offload_inputs", 3: "full"}}, {
+            "activations": 20, "layer inputs kept for recomputation": 2, "offloaded layer inputs": 2,
+            "offloaded tensors in flight": 4, "recomputed layer, logits and loss": 8}),
+    ],
+)  # fmt: skip
+def test_what_each_policy_keeps_and_where(
+    tiny: ModuleType, fields: dict[str, object], expected: dict[str, int]
+) -> None:
+    words = ("activations", "layer", "results", "offloaded", "recomputed")
+    found = {k: v / MIB for k, v in policy_items(tiny, **fields).items() if k.startswith(words)}
+    assert found == expected
+
+
+def test_small_inputs_are_not_worth_a_copy(tiny: ModuleType) -> None:
+    profile = tiny.profile(tiny.hardware(), layers=4)  # 1,000 bytes
+    full, inputs = (ledger(profile, tiny.plan(activations=a)) for a in ("full", "offload_inputs"))
+    assert items(inputs) == items(full)
+
+
+def test_overrides_for_blocks_that_are_no_layers_are_refused() -> None:
+    profile = estimate("smollm2-135m", micro_batch=1, seq_len=128, hardware="gh200")
+    with pytest.raises(InputError, match=r"activations_by_block names block 0\. Expected layers, blocks 1 to 30"):
+        ledger(profile, Plan(micro_batch=1, seq_len=128, activations_by_block={0: "full"}))
 
 
 def test_the_peaks_measured_on_an_h200() -> None:

@@ -82,22 +82,6 @@ def test_an_id_that_cannot_be_reached_says_what_works_offline() -> None:
         ms.load("nobody/nothing")
 
 
-def test_recomputing_is_switched_on_and_off_and_keeps_the_bits(folder: Path) -> None:
-    ids = torch.randint(TINY.vocab, (1, 8))
-    gradients = []
-    for on in (False, True, False):
-        model, _ = ms.load(str(folder), "float32")
-        ms.recompute_activations(model, not on)
-        ms.recompute_activations(model, on)
-        assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules()) is on
-        model(input_ids=ids, labels=ids).loss.backward()
-        gradients.append(model.lm_head.weight.grad)
-    assert torch.equal(gradients[0], gradients[1])
-    assert torch.equal(gradients[0], gradients[2])
-    with pytest.raises(InputError, match="cannot recompute"):
-        ms.recompute_activations(torch.nn.Linear(2, 2), True)
-
-
 def test_an_empty_folder_and_a_missing_gguf_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no model"):
         ms.load(str(tmp_path))

@@ -35,6 +35,7 @@ def test_all_given_is_kept_as_given(bench: Profile) -> None:
         "bucket_mb": 128.0, "retained_buckets": 3, "flow_blocks": (2, 5), "prefetch_blocks": 2, "cast_down": "cpu",
         "cast_up": "gpu", "speculate": "on", "adam_threads": 5, "activations": "full", "micro_batch": 2,
         "seq_len": 1024, "accumulation": 2, "accumulate_on": "cpu", "undo": "snapshot", "master": "plain",
+        "activations_by_block": {4: "none"},
     }  # fmt: skip
     assert make_plan(bench, **values) == Plan.model_validate(values)
 
@@ -69,11 +70,47 @@ def test_a_busy_gpu_needs_no_retained_buckets(tiny: ModuleType) -> None:
 
 def test_gpu_memory_bounds_retained_and_forces_recompute() -> None:
     profile = estimate("qwen3-14b", micro_batch=4, seq_len=4096, hardware="gh200")
+    cpu = profile.hardware.cpu.replace(memory_gb=400)
+    profile = profile.replace(hardware=profile.hardware.replace(cpu=cpu))
     plan = make_plan(profile)
     assert plan.activations == "full"
-    assert "does not fit" in plan.reasons["activations"]
+    assert "does not fit the memory: none, selective (" in plan.reasons["activations"]
     assert ledger(profile, plan).fits
     assert plan.flow_blocks == ()
+
+
+def test_a_wide_link_and_a_large_host_could_take_the_activations() -> None:
+    """By hand only: no machine has confirmed the model of it."""
+    profile = estimate("qwen3-14b", micro_batch=4, seq_len=4096, hardware="gh200")
+    plan = make_plan(profile)
+    assert plan.activations != "offload_saved"
+    moved = make_plan(profile, activations="offload_saved")
+    assert simulator.step_seconds(profile, moved) < 0.9 * simulator.step_seconds(profile, plan)
+
+
+def test_selective_wins_where_everything_does_not_leave_room() -> None:
+    profile = estimate("llama-3-8b", micro_batch=1, seq_len=8192, hardware="h200-pcie5")
+    plan = make_plan(profile)
+    assert plan.activations == "selective"
+    assert "full and offload_inputs: the GPU alone would take as long" in plan.reasons["activations"]
+    unknown = profile.replace(
+        context={}, blocks=tuple(b.model_copy(update={"selective_bytes": None}) for b in profile.blocks)
+    )
+    assert make_plan(unknown).activations == "none"
+    with pytest.raises(InputError, match="does not say what layer 0 keeps"):
+        make_plan(unknown, activations="selective")
+
+
+def test_the_inputs_of_a_long_sequence_go_to_the_host_before_a_block_flows() -> None:
+    profile = estimate("qwen3-14b", micro_batch=1, seq_len=32768, hardware="gh200")
+    asked = make_plan(profile, activations="full", flow_blocks=(), retained_buckets=0, check=False)
+    inputs = sum(b.input_bytes for b in profile.blocks if b.kind == "layer")
+    gpu = profile.hardware.gpu.replace(memory_gb=(ledger(profile, asked).total("gpu") - inputs / 2) / GB)
+    smaller = profile.replace(hardware=profile.hardware.replace(gpu=gpu))
+    assert not ledger(smaller, asked).fits
+    nearest = nearest_fit(smaller, asked)
+    assert nearest is not None
+    assert (nearest.activations, nearest.flow_blocks) == ("offload_inputs", ())
 
 
 def test_flow_is_used_only_where_memory_demands_it() -> None:

@@ -13,13 +13,14 @@ transformers = pytest.importorskip("transformers")
 
 from torch import nn  # noqa: E402
 
-from superoffload import hardware  # noqa: E402
+from superoffload import hardware, profiler  # noqa: E402
 from superoffload import model as shapes  # noqa: E402
 from superoffload.engine.blocks import find_blocks  # noqa: E402
 from superoffload.errors import DoesNotFit, InputError  # noqa: E402
-from superoffload.model_source import fingerprint, recompute_activations  # noqa: E402
+from superoffload.model_source import fingerprint  # noqa: E402
 from superoffload.profiler import Profile  # noqa: E402
 from superoffload.profiling import profile  # noqa: E402
+from tests.engine.common import checkpointed  # noqa: E402
 
 LAPTOP = hardware.preset("laptop")
 B, S, H, L, V, M = 2, 16, 32, 3, 300, 64
@@ -100,7 +101,7 @@ def test_measuring_leaves_the_model_bit_identical(fail: bool) -> None:
 
 def test_checkpointing_cache_and_foreign_gradient_hooks_are_lifted_and_put_back() -> None:
     model = tiny()
-    recompute_activations(model, True)
+    checkpointed(model, reentrant=False)
     model.config.use_cache = True
     calls: list[int] = []
     handle = model.lm_head.weight.register_post_accumulate_grad_hook(lambda p: calls.append(1))
@@ -112,6 +113,54 @@ def test_checkpointing_cache_and_foreign_gradient_hooks_are_lifted_and_put_back(
     model(input_ids=ids(), labels=ids()).loss.backward()
     assert calls == [1], "the hook of the owner was lost"
     handle.remove()
+
+
+def test_what_selective_keeps_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from superoffload.engine import selective
+
+    monkeypatch.setattr(selective, "KEEP_FLOPS_PER_BYTE", 1)  # the layers are narrow
+    model = tiny()
+    measured = profile(model, ids(), hardware=LAPTOP, repeats=1)
+    layer = measured.blocks[1]
+    c, tokens = model.config, ids().numel()
+    kv = c.num_key_value_heads * c.hidden_size // c.num_attention_heads
+    # Input, query, key and value, attention, its way out, gate and up; the log-sum-exp of each head.
+    elements = c.hidden_size * 4 + 2 * kv + 2 * c.intermediate_size + c.num_attention_heads
+    assert layer.selective_bytes == 4 * tokens * elements
+    assert layer.selective_bytes < layer.activation_bytes
+    monkeypatch.setattr(profiler, "KEEP_FLOPS_PER_BYTE", 1)
+    batch, seq = ids().shape
+    shape = shapes.from_transformers(c.to_dict())
+    modelled = profiler.estimate(shape, micro_batch=batch, seq_len=seq, hardware=LAPTOP, dtype="float32")
+    assert modelled.blocks[1].selective_bytes == layer.selective_bytes
+    assert layer.selective_recompute_s is not None
+    assert 0 < layer.selective_recompute_s < 2 * layer.forward_s + 0.01
+    assert measured.blocks[0].selective_bytes is None, "the embedding has no policy"
+
+
+def test_a_layer_that_cannot_repeat_itself_is_said_so() -> None:
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Moody() for _ in range(2)])
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            inside_backward = torch._C._current_graph_task_id() != -1
+            return x if inside_backward else torch.tanh(self.w(x))
+
+    measured = profile(Fickle(), torch.randn(2, 8), hardware=LAPTOP, repeats=1)
+    assert measured.blocks[0].selective_bytes is None
+    assert measured.context["selective"].startswith("not measured")
 
 
 def test_an_attached_optimizer_trains_on_as_if_nothing_had_been_measured() -> None:

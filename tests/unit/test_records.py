@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from superoffload.errors import InputError
 from superoffload.hardware import Curve, Hardware, preset
 from superoffload.memory import Ledger, LedgerItem
-from superoffload.plan import CASTS, Plan
+from superoffload.plan import ACTIVATIONS, CASTS, Plan
 from superoffload.profiler import BlockProfile, Profile
 from superoffload.record import write_atomic
 from superoffload.tracing import Stall, Trace, TraceEvent
@@ -67,7 +67,8 @@ def test_json_round_trip_is_exact(record: Any, tmp_path: Path) -> None:
         undo=st.sampled_from(("record", "snapshot")),
         accumulate_on=st.sampled_from(("gpu", "cpu")),
         adam_threads=st.integers(1, 512),
-        activations=st.sampled_from(("none", "full")),
+        activations=st.sampled_from(ACTIVATIONS),
+        activations_by_block=st.dictionaries(st.integers(0, 200), st.sampled_from(ACTIVATIONS), max_size=3),
         micro_batch=st.integers(1, 1000),
         seq_len=st.integers(1, 10**6),
         accumulation=st.integers(1, 64),

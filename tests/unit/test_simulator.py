@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import time
@@ -13,7 +14,8 @@ from superoffload import graph, simulator
 from superoffload.errors import InputError
 from superoffload.graph import VERDICT_S
 from superoffload.hardware import Curve, Hardware, preset
-from superoffload.plan import Plan
+from superoffload.layout import NORM_CHUNK
+from superoffload.plan import ACTIVATIONS, Plan
 from superoffload.profiler import Profile, estimate
 from superoffload.simulator import share_memory, simulate
 from superoffload.tracing import Trace
@@ -95,6 +97,45 @@ def test_recomputation_runs_forward_again_in_backward(tiny: ModuleType, machine:
     trace = simulate(tiny.profile(machine), tiny.plan(activations="full"))
     assert trace.step_s == pytest.approx(21.75 - 8 + VERDICT_S, abs=EXACT)
     assert [n for n, *_ in spans(trace, "gpu", 1)].count("recompute of layer 1") == 1
+
+
+def starts(profile: Profile, plan: Plan) -> dict[str, float]:
+    """When each operator of the first step starts, by name (of several, the first)."""
+    timeline = simulator.run(graph.build(profile, plan))
+    return {op.name: timeline.start[i] for i, op in reversed(list(enumerate(timeline.graph.ops)))}
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "forwards", "fetches", "backwards"),
+    [
+        (1.0, [0, 1, 2, 3], [10, 7], [13, 10, 7, 4]),  # the link keeps up: as without offloading
+        # Forward of 2 waits for the copy of 0 (5), of 3 for that of 1 (9). Backward of 1 is asked for when that of 2
+        # begins (13), of 0 when that of 1 could (16), but the link is busy until 17.
+        (4.0, [0, 1, 5, 9], [17, 13], [21, 17, 13, 10]),
+    ],
+)
+def test_layer_inputs_go_down_and_come_back(
+    tiny: ModuleType, copy_s: float, forwards: list[float], fetches: list[float], backwards: list[float]
+) -> None:
+    size = 10**9
+    hw = tiny.hardware(down=1.0 / copy_s, up=1.0 / copy_s, adam=1e6, dram=1e9)
+    profile = tiny.profile(hw, layers=4, params=NORM_CHUNK)
+    profile = profile.replace(blocks=tuple(b.model_copy(update={"input_bytes": size}) for b in profile.blocks))
+    at = starts(profile, tiny.plan(activations="offload_inputs"))
+    near = functools.partial(pytest.approx, abs=0.1)  # the gradients cross too, 16 kB each
+    assert [at[f"forward of layer {i}"] for i in range(4)] == near(forwards)
+    assert [at[f"activations of layer {i} up"] for i in range(2)] == near(fetches)
+    assert "activations of layer 2 up" not in at, "the last two never left"
+    assert [at[f"recompute of layer {i}"] for i in range(4)] == near(backwards)
+
+
+def test_policies_differ_by_block(tiny: ModuleType, machine: Hardware) -> None:
+    profile = tiny.profile(machine, layers=4)
+    known = {"selective_bytes": 2000, "selective_recompute_s": 0.25}
+    profile = profile.replace(blocks=tuple(b.model_copy(update=known) for b in profile.blocks))
+    plan = tiny.plan(activations="none", activations_by_block={1: "full", 2: "selective"})
+    again = {op.block: op.seconds for op in graph.build(profile, plan).ops if op.kind == "recompute"}
+    assert again == {1: 1.0, 2: 0.25}
 
 
 def test_accumulation_adds_a_whole_micro_batch(tiny: ModuleType, machine: Hardware) -> None:
@@ -239,7 +280,7 @@ def random_case(seed: int) -> tuple[Profile, Plan]:
         micro_batch=profile.micro_batch, seq_len=profile.seq_len, bucket_mb=bucket_mb,
         retained_buckets=rng.randint(0, total // 2), cast_down=rng.choice(["fused", "gpu", "cpu"]),
         cast_up=rng.choice(["fused", "gpu", "cpu"]), speculate=rng.choice(["on", "off"]),
-        adam_threads=rng.choice([8, 16]), activations=rng.choice(["none", "full"]),
+        adam_threads=rng.choice([8, 16]), activations=rng.choice(ACTIVATIONS),
         flow_blocks=tuple(sorted(rng.sample(range(1, 15), rng.choice([0, 0, 3])))),
         prefetch_blocks=rng.choice([1, 2]), accumulation=rng.choice([1, 2]),
     )  # fmt: skip

@@ -15,12 +15,13 @@ from comm.base_comm import BaseComm
 from superoffload.config import OptimizerConfig, TunedConfig
 from superoffload.errors import InputError
 from superoffload.hardware import Hardware, preset
-from superoffload.plan import Plan
+from superoffload.plan import ACTIVATIONS, Plan
 from superoffload.planner import make_plan
 from superoffload.profiler import Profile, estimate
 from superoffload.simulator import simulate
 from superoffload.tracing import Trace
 from superoffload.widgets import RunPanel, Tuner
+from superoffload.widgets.controls import ACTIVATION_HELP
 from superoffload.widgets.session import Session
 
 Sent = list[tuple[str, int]]
@@ -447,3 +448,17 @@ def test_a_refresh_between_two_keys_does_not_put_the_slider_back(tuner: Tuner) -
         return seen
 
     assert asyncio.run(press()) == [-1, -2, -3]
+
+
+def test_every_activation_policy_is_offered_and_explained(tuner: Tuner) -> None:
+    control = tuner.controls.activations
+    assert {value for _, value in control.options} == set(ACTIVATIONS)
+    for policy in ACTIVATIONS:
+        control.value = policy
+        assert tuner.plan.activations == policy
+        assert tuner.trace.plan.activations == policy
+        assert control.tooltip == ACTIVATION_HELP[policy]
+    tuner.session.edit(activations_by_block={3: "full"})
+    tuner._refresh()
+    assert control.tooltip.endswith("Other blocks: 3 full.")
+    assert tuner.plan.activations_by_block == {3: "full"}

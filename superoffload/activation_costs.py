@@ -1,0 +1,91 @@
+"""What each activation policy costs a block: bytes on the GPU, on the host and over the link, seconds of recompute.
+
+Planner, ledger and simulator ask here; `engine/activations.py` does what is counted. Only layers have a policy: the
+embedding keeps next to nothing, and the head is the first that backward needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from superoffload.errors import InputError
+from superoffload.plan import Activations, Plan
+from superoffload.units import MIB
+
+if TYPE_CHECKING:
+    from superoffload.profiler import BlockProfile
+
+OFFLOAD_MIN_BYTES = 1 * MIB
+"""Storages below this stay on the GPU: on a 50 GB/s link the launch of a copy takes as long as 1 MiB does, and what is
+smaller than that holds next to nothing."""
+KEEP_FLOPS_PER_BYTE = 128
+"""FLOPs per byte of result from which `selective` keeps a weight product. Hopper's balance is about 150 (700 TFLOP/s to
+4.8 TB/s): below it a product costs what moving its bytes costs, like the operations that are recomputed anyway."""
+IN_FLIGHT_BLOCKS = 2
+"""Blocks whose offloaded tensors are on the GPU at a time: in forward the one at work and the one whose copies may
+still run, in backward the one at work and the one that is being fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationCost:
+    """One block under one policy, for one micro-batch."""
+
+    kept: int
+    """GPU bytes from the block's forward to its backward."""
+    again: int
+    """GPU bytes that its backward makes anew beside those."""
+    moved: int
+    """Bytes that go down the link in forward, lie in pinned host memory and come up again in backward."""
+    recompute_s: float
+    """Seconds of GPU work that backward repeats."""
+
+
+def block_cost(block: BlockProfile, policy: Activations) -> ActivationCost:
+    """Cost of `block` under `policy`; a block that is no layer keeps everything under any.
+
+    Raises:
+        InputError: `selective`, and the profile does not say what it keeps.
+    """
+    everything, entry = block.activation_bytes, block.input_bytes
+    if block.kind != "layer" or policy == "none":
+        return ActivationCost(everything, 0, 0, 0.0)
+    if policy == "full":
+        return ActivationCost(entry, everything - entry, 0, block.forward_s)
+    if policy == "selective":
+        if block.selective_bytes is None or block.selective_recompute_s is None:
+            raise InputError(
+                f"the profile does not say what {block.name} keeps under activations = selective",
+                remedy="Profile the model again with this version, or choose none or full",
+            )
+        return ActivationCost(
+            block.selective_bytes, max(0, everything - block.selective_bytes), 0, block.selective_recompute_s
+        )
+    moved = entry if policy == "offload_inputs" else everything
+    if moved < OFFLOAD_MIN_BYTES:
+        return block_cost(block, "full" if policy == "offload_inputs" else "none")
+    if policy == "offload_inputs":
+        return ActivationCost(0, everything - entry, entry, block.forward_s)
+    return ActivationCost(0, 0, everything, 0.0)
+
+
+def policies_of(blocks: Sequence[BlockProfile], plan: Plan) -> list[Activations]:
+    """The policy of each block; `none` where it is no layer."""
+    return [plan.activations_of(i) if b.kind == "layer" else "none" for i, b in enumerate(blocks)]
+
+
+def check_policies(kinds: Sequence[str], plan: Plan) -> None:
+    """Refuse overrides for blocks that do not exist or have no policy.
+
+    Args:
+        kinds: `kind` of each block.
+
+    Raises:
+        InputError: names the block and those that may be named.
+    """
+    layers = [i for i, kind in enumerate(kinds) if kind == "layer"]
+    for i in plan.activations_by_block:
+        if i not in layers:
+            expected = f"layers, blocks {layers[0]} to {layers[-1]}" if layers else "nothing: the model has no layers"
+            raise InputError(f"activations_by_block names block {i}", expected=expected)

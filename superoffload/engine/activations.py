@@ -1,0 +1,246 @@
+"""Activation policies: what each layer's forward leaves for its backward (`Plan.activations`).
+
+A policy wraps the layer's `forward`, not its `__call__`. Hooks sit on `__call__`, so those of the engine (waiting for
+new weights, recording) and of everybody else stay outside and run once for each forward of a step. What backward
+recomputes runs `forward` alone: it can neither be taken for the forward of the next step nor wait for its weights. It
+needs no wait of its own: a block's weights change only once all its gradients exist, and recompute comes before them.
+A `forward` that is itself run inside backward (the caller checkpoints a larger part of the model) passes through
+`__call__` again; the engine sees it there, as it does without a policy.
+
+The policies nest with what the caller does: with autograd off a wrapped forward is the plain one, and so it is for a
+call that brings a cache of keys and values, which a recompute would extend a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from superoffload.activation_costs import OFFLOAD_MIN_BYTES, check_policies
+from superoffload.engine.activation_store import ActivationStore
+from superoffload.engine.blocks import Block
+from superoffload.engine.selective import Selection
+from superoffload.plan import Activations, Plan
+
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache", "cache_params")
+"""Names under which layers of transformers get what they remember between calls."""
+
+Forward = Callable[..., Any]
+
+
+class Recomputes(Protocol):
+    """Told when a block's forward is repeated inside backward."""
+
+    def __call__(self, block: int, *, begins: bool) -> None: ...
+
+
+class BlockForward:
+    """A layer's forward under its policy; stands in the module's `forward` attribute.
+
+    A copy of the model, or one that is pickled, gets its plain forward back: it has no engine.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]):
+        self._module = weakref.ref(module)  # the module holds this
+        self._own = module.__dict__.get("forward")
+        """What the module itself had there (a tool's wrapper); its class's forward where there is nothing."""
+        self._run: Callable[..., Any] | None = run
+        self.__doc__ = type(module).forward.__doc__
+        with contextlib.suppress(TypeError, ValueError):  # what tools ask for the arguments' names
+            self.__signature__ = inspect.signature(module.forward)
+
+    def inner(self) -> Forward:
+        if self._own is not None:
+            return self._own  # type: ignore[no-any-return]
+        module = self._module()
+        assert module is not None
+        return types.MethodType(type(module).forward, module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inner = self.inner()
+        if self._run is None or not torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in CACHES):
+            return inner(*args, **kwargs)
+        return self._run(inner, args, kwargs)
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Run the body with the plain forward."""
+        run, self._run = self._run, None
+        try:
+            yield
+        finally:
+            self._run = run
+
+    def remove(self) -> None:
+        """Give the module back what it had. Where somebody has wrapped this, it stays, and does nothing."""
+        self._run = None
+        module = self._module()
+        if module is None or module.__dict__.get("forward") is not self:
+            return
+        if self._own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = self._own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.inner(), memo)
+
+    def __reduce__(self) -> Any:
+        if self._own is not None:
+            return (_same, (self._own,))
+        return (getattr, (self._module(), "forward"))  # of a module that has no attributes yet: its class's
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+class AppliedPolicies:
+    """The policies of a model's layers, from now until `remove`.
+
+    Args:
+        model: its own checkpointing is switched off meanwhile, unless every layer is to be recomputed and already is.
+        blocks: of the model.
+        policies: by block; only layers are looked at.
+        store: where tensors go; needed by the policies that offload.
+        recomputes: told of every recompute.
+        kept: called with (block, result) for what `selective` keeps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        policies: Sequence[Activations],
+        *,
+        store: ActivationStore | None = None,
+        recomputes: Recomputes | None = None,
+        kept: Callable[[int, Any], None] | None = None,
+    ):
+        self._forwards: list[BlockForward] = []
+        self._switched: list[tuple[Any, str, Any]] = []
+        self.store, self._recomputes = store, recomputes
+        wanted = [(i, b, policies[i]) for i, b in enumerate(blocks) if b.kind == "layer"]
+        if not wanted:
+            return
+        own = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+        if own and all(policy == "full" for *_, policy in wanted):
+            return  # the model does it, in whatever way its owner has chosen
+        for m in own:
+            self._switch(m, "gradient_checkpointing", False)
+        config = getattr(model, "config", None)
+        recomputed = any(policy not in ("none", "offload_saved") for *_, policy in wanted)
+        if recomputed and getattr(config, "use_cache", False):
+            self._switch(config, "use_cache", False)  # as the model's own checkpointing does
+        for index, block, policy in wanted:
+            if policy == "none":
+                continue
+            watch = None if kept is None else (lambda result, i=index: kept(i, result))
+            for module in block.modules:
+                forward = BlockForward(module, self._runner(index, policy, watch, module))
+                module.__dict__["forward"] = forward
+                self._forwards.append(forward)
+
+    def remove(self) -> None:
+        """Restore the model exactly."""
+        for forward in self._forwards:
+            forward.remove()
+        for owner, name, value in self._switched:
+            setattr(owner, name, value)
+        self._forwards.clear()
+        self._switched.clear()
+
+    def _switch(self, owner: Any, name: str, value: Any) -> None:
+        self._switched.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def _runner(
+        self, block: int, policy: Activations, kept: Callable[[Any], None] | None, module: nn.Module
+    ) -> Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]:
+        store, recomputes, found = self.store, self._recomputes, weakref.ref(module)
+        contexts = Selection(kept).contexts if policy == "selective" else noop_context_fn
+
+        def recomputed(inner: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # Tensors go in one by one: the checkpoint looks at them for the devices whose random state it keeps, checks
+            # that nobody writes them in place, and lets hooks around it pack them.
+            leaves, spec = tree_flatten((args, kwargs), is_leaf=lambda x: type(x) not in (tuple, list, dict))
+            again = False
+
+            def call(*leaves: Any) -> Any:
+                nonlocal again
+                a, k = tree_unflatten(leaves, spec)
+                if not again:
+                    again = True
+                    return inner(*a, **k)
+                if recomputes is None:
+                    return inner(*a, **k)
+                recomputes(block, begins=True)
+                try:
+                    return inner(*a, **k)
+                finally:  # it usually ends by an exception: when the last tensor that backward reads exists
+                    recomputes(block, begins=False)
+
+            return checkpoint(call, *leaves, use_reentrant=False, context_fn=contexts)
+
+        def offloaded(inner: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            module = found()
+            assert store is not None
+            assert module is not None
+            store.enter(block, module)
+            with saved_tensors_hooks(store.pack, store.unpack):
+                # Around a checkpoint these hooks see its inputs only: what is saved inside is the checkpoint's.
+                return recomputed(inner, args, kwargs) if policy == "offload_inputs" else inner(*args, **kwargs)
+
+        return offloaded if policy.startswith("offload") else recomputed
+
+
+def apply_plan(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    plan: Plan,
+    make_store: Callable[[int], ActivationStore],
+    recomputes: Recomputes | None = None,
+) -> AppliedPolicies:
+    """Apply a plan's policies.
+
+    Args:
+        make_store: called with the size from which tensors are moved, if any policy moves some.
+
+    Raises:
+        InputError: an override names a block that is no layer.
+    """
+    check_policies([b.kind for b in blocks], plan)
+    policies = [plan.activations_of(i) for i in range(len(blocks))]
+    moves = any(p.startswith("offload") and b.kind == "layer" for p, b in zip(policies, blocks, strict=True))
+    store = make_store(OFFLOAD_MIN_BYTES) if moves else None
+    return AppliedPolicies(model, blocks, policies, store=store, recomputes=recomputes)
+
+
+@contextlib.contextmanager
+def plain_forwards(model: nn.Module) -> Iterator[None]:
+    """Run the body without the policies that an engine has applied to `model`."""
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, BlockForward):
+                stack.enter_context(forward.lifted())
+        yield
+
+
+def model_recomputes(model: nn.Module) -> bool:
+    """Whether the model's own checkpointing is on."""
+    return any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules())
+
+
+__all__ = ["AppliedPolicies", "BlockForward", "apply_plan", "model_recomputes", "plain_forwards"]
