@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from superoffload import graph
@@ -21,7 +22,12 @@ def spread_layers(profile: Profile, count: int) -> tuple[int, ...]:
     layers = [i for i, b in enumerate(profile.blocks) if b.kind == "layer"]
     if not 0 <= count <= len(layers):
         raise InputError(f"flow = {count}", expected=f"0 to {len(layers)}, the layers of {profile.model}")
-    return tuple(layers[(2 * k + 1) * len(layers) // (2 * count)] for k in range(count))
+    return evenly(layers, count)
+
+
+def evenly(items: Sequence[int], count: int) -> tuple[int, ...]:
+    """`count` of `items` at equal distances."""
+    return tuple(items[(2 * k + 1) * len(items) // (2 * count)] for k in range(count))
 
 
 def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:

@@ -102,7 +102,7 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
     homes = [b for b in copied if b.flow]
     retained_homes = sum(b.numel * DTYPE_BYTES[b.dtype] for b in retained if b.flow)
     own = [b for b in on_cpu if b.flow and b.dtype == "float32"]  # of these the master is the home
-    goes_up = any(b not in copied and not b.flow for b in on_cpu)
+    goes_up = any(not b.flow and (b.dtype == "float32" or plan.cast_up == "gpu") for b in on_cpu)
     pinned_master = 4 * sum(b.numel for b in (on_cpu if goes_up else own))
     numel = {"cpu": sum(b.numel for b in on_cpu), "largest": max((b.numel for b in on_cpu), default=0)}
     activations = _activations(profile.blocks, plan)

@@ -7,7 +7,7 @@ from typing import Any
 
 from superoffload import graph, simulator
 from superoffload.errors import InputError, did_you_mean
-from superoffload.fitting import does_not_fit, spread_layers
+from superoffload.fitting import does_not_fit, evenly, spread_layers
 from superoffload.hardware import Hardware
 from superoffload.memory import ledger
 from superoffload.plan import ACTIVATIONS, CASTS, Activations, Cast, Plan
@@ -166,8 +166,10 @@ class _Chooser:
 
         if fits(plan.flow_blocks):
             return True
-        layers = sum(b.kind == "layer" for b in self.profile.blocks)
-        return "flow_blocks" not in self.given and fits(spread_layers(self.profile, layers))
+        if "flow_blocks" in self.given:
+            return False
+        on_host, on_gpu = self._layers_by_state(self._frugal(plan))
+        return fits(tuple(on_host)) or fits(tuple(sorted([*on_host, *on_gpu])))
 
     def _accumulate_on(self, plan: Plan) -> Plan:
         """Hold the gradients of earlier micro-batches on the host where the GPU has no room for them."""
@@ -344,21 +346,34 @@ class _Chooser:
         if self._gpu_over(least) <= 0:
             reasons["flow_blocks"] = f"none: weights of {format_bytes(self._weights())} fit beside the activations"
             return plan
-        layers = sum(b.kind == "layer" for b in self.profile.blocks)
+        on_host, on_gpu = self._layers_by_state(least)
+        layers = len(on_host) + len(on_gpu)
+
+        def flowing(count: int) -> tuple[int, ...]:
+            more = count - len(on_host)
+            return evenly(on_host, count) if more <= 0 else tuple(sorted([*on_host, *evenly(on_gpu, more)]))
 
         def over(count: int) -> int:
-            return self._gpu_over(
-                least_gpu(plan.model_copy(update={"flow_blocks": spread_layers(self.profile, count)}))
-            )
+            return self._gpu_over(least_gpu(plan.model_copy(update={"flow_blocks": flowing(count)})))
 
-        if over(layers) > 0:
+        # Beyond those with state on the host each one costs host memory, which more retained ones have to make up for.
+        most = next((n for n in (len(on_host), layers) if n and over(n) <= 0), None)
+        if most is None:
             reasons["flow_blocks"] = "none: even with all layers flowing the memory would not do"
             return plan
-        count = _first(lambda n: over(n) <= 0, 1, layers)
+        count = _first(lambda n: over(n) <= 0, 1, most)
         reasons["flow_blocks"] = (
             f"{count} of {layers} layers: without them the GPU lacks {format_bytes(self._gpu_over(least))}"
         )
-        return plan.model_copy(update={"flow_blocks": spread_layers(self.profile, count)})
+        return plan.model_copy(update={"flow_blocks": flowing(count)})
+
+    def _layers_by_state(self, stationary: Plan) -> tuple[list[int], list[int]]:
+        """Layers with state on the host, and those that are retained whole. The former flow first, since what CPU Adam
+        writes there is their home; that of a retained one would be host memory on top."""
+        buckets = graph.buckets_of(self.profile, stationary.bucket_mb)
+        on_host = {b for bucket in buckets[: len(buckets) - stationary.retained_buckets] for b in bucket.blocks}
+        layers = [i for i, b in enumerate(self.profile.blocks) if b.kind == "layer"]
+        return [i for i in layers if i in on_host], [i for i in layers if i not in on_host]
 
     def _speculation(self, plan: Plan) -> Plan:
         """Speculate where that shortens a step that commits, and what undoes it fits the host's memory."""
