@@ -39,7 +39,7 @@ for what in "$@"; do
       TORCH_CUDA_SANITIZER=1 timeout 200 python3 -m pytest tests/gpu/test_speculation_gpu.py tests/gpu/test_engine_gpu.py -q \
         -k "changes_no_bit or late_verdict or accumulation or zero_grad" 2>&1 | tee "$out/sanitize.log" | tail -n 30 ;;
     busy) # beside a thread that never lets go of Python's lock a step of all layers takes half a minute: four of them
-      python3 benchmarks/bench_step.py --size 3b-4-layers --tokens 8192 --steps 4 --warmup 2 --mode-timeout 200 \
+      python3 benchmarks/bench_step.py --size 3b-4-layers --tokens 8192 --steps 3 --warmup 2 --mode-timeout 200 \
         --modes limit,engine:50:speculate=on:loss=0.05,limit:busy=1,engine:50:speculate=on:loss=0.05:busy=1 \
         --trace "$out/traces" --out "$out/step_busy.json" ;;
     probe) python3 -m superoffload probe --refresh --out "$out/probe.json" ;;

@@ -30,6 +30,8 @@ class Mode:
     params: int
     optimizer: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
+    busy: bool = False
+    """Whether a Python loop in another thread runs beside the timed steps."""
 
 
 def build(args: argparse.Namespace, dtype: torch.dtype, device: str) -> torch.nn.Module:
@@ -70,8 +72,13 @@ def build_mode(args: argparse.Namespace, x: torch.Tensor) -> Mode:
     """
     name, *rest = args.mode.split(":")
     fields = dict(f.split("=") for f in rest if "=" in f)
-    if int(fields.pop("busy", 0)):
-        busy_thread()
+    busy = bool(int(fields.pop("busy", 0)))
+    mode = _mode(args, x, name, rest, fields)
+    mode.busy = busy
+    return mode
+
+
+def _mode(args: argparse.Namespace, x: torch.Tensor, name: str, rest: list[str], fields: dict[str, str]) -> Mode:
     if name == "fsdp2":
         return fsdp2(args, x)
     model = build(args, torch.bfloat16, args.device)
