@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -74,6 +75,10 @@ class Ledger(Record):
         }
 
 
+Items = dict[Place, dict[str, int]]
+"""Place -> name -> bytes."""
+
+
 def ledger(profile: Profile, plan: Plan) -> Ledger:
     """Account for every byte that the engine holds under `plan`, before anything runs.
 
@@ -89,12 +94,50 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
     graph.check_plan(profile, plan)
     hw = profile.hardware
     buckets = graph.buckets_of(profile, plan.bucket_mb, plan.flow_blocks)
+    away = [_weights([profile.blocks[i]]) for i in plan.flow_blocks]
+    items, activations = state_items(buckets, plan, away), _activations(profile.blocks, plan)
+    gpu, pinned, host = items["gpu"], items["pinned"], items["host"]
+    gpu |= {
+        "buffers and frozen parameters": profile.buffers_bytes,
+        "gradients while accumulating": _weights(profile.blocks)
+        if plan.accumulation > 1 and plan.accumulate_on == "gpu"
+        else 0,
+        "gradient being produced": _largest_gradient(profile.blocks),
+        **activations["gpu"],
+    }
+    pinned |= activations["pinned"]
+    if not hw.shared_memory or hw.gpu.peak_bf16_tflops:
+        gpu["CUDA context and allocator"] = CUDA_CONTEXT_BYTES
+    host["system and Python"] = SMALL_HOST_RESERVE_BYTES if hw.shared_memory else HOST_RESERVE_BYTES
+    return Ledger.model_construct(
+        items=ledger_items(items, one_memory=hw.shared_memory),
+        gpu_capacity_bytes=0 if hw.shared_memory else round(hw.gpu.memory_gb * GB),
+        host_capacity_bytes=round(hw.cpu.memory_gb * GB),
+    )
+
+
+def ledger_items(items: Items, *, one_memory: bool) -> tuple[LedgerItem, ...]:
+    """The items that are not empty; those of the GPU on the host where both share `one_memory`."""
+    return tuple(
+        LedgerItem("host" if one_memory and where == "gpu" else where, name, n)
+        for where in ("gpu", "pinned", "host")
+        for name, n in items[where].items()
+        if n
+    )
+
+
+def state_items(buckets: Sequence[Bucket], plan: Plan, flow_block_bytes: Sequence[int]) -> Items:
+    """What the engine allocates when it starts, and holds until it is closed.
+
+    Args:
+        buckets: cut as the plan says.
+        flow_block_bytes: weights of each flow block.
+    """
+    from superoffload import graph
+
     first_retained = max(0, len(buckets) - plan.retained_buckets)
     on_cpu, retained = buckets[:first_retained], buckets[first_retained:]
     costs = {dtype: graph.bucket_cost(plan, dtype) for dtype in DTYPE_BYTES}
-    flow = set(plan.flow_blocks)
-    stay = [b for i, b in enumerate(profile.blocks) if i not in flow]
-    away = [b for i, b in enumerate(profile.blocks) if i in flow]
 
     # What goes up the link is pinned: the 16-bit copy, or the master where the GPU casts or weights are float32. A flow
     # block's 16-bit copy is its home, whoever casts.
@@ -105,56 +148,37 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
     goes_up = any(not b.flow and (b.dtype == "float32" or plan.cast_up == "gpu") for b in on_cpu)
     pinned_master = 4 * sum(b.numel for b in (on_cpu if goes_up else own))
     numel = {"cpu": sum(b.numel for b in on_cpu), "largest": max((b.numel for b in on_cpu), default=0)}
-    activations = _activations(profile.blocks, plan)
-    gpu: dict[str, int] = {
-        "16-bit weights": _weights([b for b in stay if b.dtype != "float32"]),
-        "float32 weights": _weights([b for b in stay if b.dtype == "float32"]),
-        "flow slots": min(plan.prefetch_blocks + 1, len(away)) * max((_weights([b]) for b in away), default=0),
+    halved = sum(b.numel for b in on_cpu if plan.master == "split" and b.dtype == "bfloat16")
+    casts = [b.numel for b in on_cpu if costs[b.dtype].cast_down_bytes]
+    largest_down = max((b.numel * costs[b.dtype].down_bytes for b in on_cpu), default=0)
+    gpu = {
+        "16-bit weights": sum(2 * b.numel for b in buckets if b.dtype != "float32" and not b.flow),
+        "float32 weights": sum(4 * b.numel for b in buckets if b.dtype == "float32" and not b.flow),
+        "flow slots": min(plan.prefetch_blocks + 1, len(flow_block_bytes)) * max(flow_block_bytes, default=0),
         "new weights of retained flow buckets": 2
         * max((b.numel * DTYPE_BYTES[b.dtype] for b in retained if b.flow), default=0),
-        "buffers and frozen parameters": profile.buffers_bytes,
-        "gradient ring": (graph.RING_SLOTS if on_cpu else 0)
-        * max((b.numel * costs[b.dtype].down_bytes for b in on_cpu), default=0),
+        "gradient ring": graph.RING_SLOTS * largest_down,
         "upload staging": 4 * numel["largest"] if plan.cast_up == "gpu" else 0,
         "retained master weights and moments": sum(
-            b.numel * (ADAM_STATE_BYTES - (4 if b.dtype == "float32" else 0)) for b in retained
+            b.numel * (ADAM_STATE_BYTES - (4 if b.dtype == "float32" and not b.flow else 0)) for b in retained
         ),
         "retained gradients": sum(b.numel * DTYPE_BYTES[b.dtype] for b in retained),
-        "gradients while accumulating": _weights(profile.blocks)
-        if plan.accumulation > 1 and plan.accumulate_on == "gpu"
-        else 0,
-        "fetched gradient bucket": max((b.numel * costs[b.dtype].down_bytes for b in on_cpu), default=0)
-        if plan.accumulate_on == "cpu"
-        else 0,
-        "gradient being produced": _largest_gradient(profile.blocks),
-        **activations["gpu"],
+        "fetched gradient bucket": largest_down if plan.accumulate_on == "cpu" else 0,
     }
-    pinned: dict[str, int] = {
+    pinned = {
         "held gradients": sum(b.numel * costs[b.dtype].down_bytes for b in on_cpu),
         "upload copy of new weights": sum(b.numel * DTYPE_BYTES[b.dtype] for b in copied if not b.flow),
         "home of flow blocks": retained_homes + sum(b.numel * DTYPE_BYTES[b.dtype] for b in homes),
         "pinned master weights": pinned_master,
-        **activations["pinned"],
     }
-    halved = sum(b.numel for b in on_cpu if plan.master == "split" and b.dtype == "bfloat16")
-    casts = [b.numel for b in on_cpu if costs[b.dtype].cast_down_bytes]
-    host: dict[str, int] = {
+    host = {
         ("moments" if pinned_master else "master weights and moments"): ADAM_STATE_BYTES * numel["cpu"]
         - pinned_master
         - (FP32_BYTES - REMAINDER_BYTES) * halved,
         "float32 gradient of one bucket": 4 * max(casts, default=0),
         f"undo {plan.undo}s": 0 if plan.speculate == "off" else sum(_undo_bytes(b, plan.undo) for b in on_cpu),
     }
-    if not hw.shared_memory or hw.gpu.peak_bf16_tflops:
-        gpu["CUDA context and allocator"] = CUDA_CONTEXT_BYTES
-    host["system and Python"] = SMALL_HOST_RESERVE_BYTES if hw.shared_memory else HOST_RESERVE_BYTES
-    place: Place = "host" if hw.shared_memory else "gpu"
-    groups: tuple[tuple[Place, dict[str, int]], ...] = ((place, gpu), ("pinned", pinned), ("host", host))
-    return Ledger.model_construct(
-        items=tuple(LedgerItem(where, name, n) for where, group in groups for name, n in group.items() if n),
-        gpu_capacity_bytes=0 if hw.shared_memory else round(hw.gpu.memory_gb * GB),
-        host_capacity_bytes=round(hw.cpu.memory_gb * GB),
-    )
+    return {"gpu": gpu, "pinned": pinned, "host": host}
 
 
 def _undo_bytes(bucket: Bucket, undo: str) -> int:

@@ -24,6 +24,7 @@ from superoffload.engine.arguments import Hyper, StepSettings, accelerate_syncs,
 from superoffload.engine.blocks import find_blocks
 from superoffload.engine.buckets import DTYPES, ManagedParam, plan_layout
 from superoffload.engine.device import with_index
+from superoffload.engine.fit import check_fit
 from superoffload.engine.flow import check_flow_blocks
 from superoffload.engine.loss_scale import LossScale
 from superoffload.engine.start import Start, WeightSource, check_start, move_rest
@@ -79,6 +80,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     Raises:
         InputError: a parameter list instead of the model, a parameter that is not the model's, an unknown plan field, a
             block that cannot flow.
+        DoesNotFit: the state needs more memory than is free; nothing has been allocated.
     """
 
     def __init__(
@@ -189,6 +191,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         layouts = plan_layout(managed, len(blocks), self.plan)
         check_policies([b.kind for b in blocks], self.plan)
         check_start(self.model, self._weights)
+        previous = optimizer_of(self.model)
+        freed = report.memory(previous.engine) if previous is not None and previous._engine is not None else None
+        computes = self._device or next((p.param.device for p in managed), torch.device("cpu"))
+        check_fit(layouts, managed, self.plan, computes, freed=freed)
         self._close_previous()
         if not self._applies_activations:  # the plan says what the model does
             own: Activations = "full" if model_recomputes(self.model) else "none"
