@@ -225,7 +225,7 @@ class Arenas:
         for b in layouts:
             w = weights[b.index]
             if b.index not in exp_avg:
-                on_device = w.to(device.device)
+                on_device = w.to(device.device, copy=True) if b.flow else w  # a home is not a master
                 master = on_device if b.dtype == "float32" else on_device.float()
                 moments = torch.zeros(2, b.numel, dtype=torch.float32, device=device.device)
                 state = BucketState(b, True, w, master, moments[0], moments[1], torch.zeros_like(on_device), None)
