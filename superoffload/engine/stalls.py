@@ -32,7 +32,7 @@ def name_stalls(events: Sequence[TraceEvent], window_s: float) -> tuple[Stall, .
 def _name(start: float, gap: float, waiting: TraceEvent, others: Sequence[TraceEvent]) -> Stall:
     end = start + gap
     slack = 0.05 * gap
-    ended = [o for o in others if start < o.end_s <= end + slack]
+    ended = [o for o in others if start < o.end_s <= end + slack and not _of_another_block(o, waiting)]
     length = format_seconds(gap)
     if not ended:
         cause = f"GPU waits {length} before {waiting.name}: the host had not launched it yet"
@@ -42,3 +42,8 @@ def _name(start: float, gap: float, waiting: TraceEvent, others: Sequence[TraceE
     behind = f", the last of {queued + 1} on that lane in the meantime" if queued else ""
     cause = f"GPU waits {length}: {waiting.name} needs {last.name} ({LANE_TITLES[last.lane]}){behind}"
     return Stall("gpu", start, gap, last.name, cause)
+
+
+def _of_another_block(event: TraceEvent, waiting: TraceEvent) -> bool:
+    """Whether `event` fetches weights that `waiting` does not read."""
+    return event.kind == "fetch" and event.block not in (-1, waiting.block)

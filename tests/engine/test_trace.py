@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from superoffload.engine import OffloadAdamW
+from superoffload.engine.stalls import name_stalls
+from superoffload.tracing import TraceEvent
 from tests.engine.common import batches, llama
 
 DATA = batches(5)
@@ -97,3 +99,17 @@ def test_the_engine_shows_in_torch_profiler():
     assert "superoffload: step" in names
     assert any(n.startswith("superoffload: send bucket") for n in names)
     assert any(n.startswith("superoffload: wait for bucket") for n in names)
+
+
+def test_a_gap_is_put_down_to_the_block_s_own_fetch():
+    """Another block's, which was on its way at the same time, is no cause."""
+
+    def event(lane, kind, start, end, block):
+        return TraceEvent(lane, kind, f"{kind} block {block}", start, end - start, 0, block, -1, 0)
+
+    gpu = [event("gpu", "forward", 0.0, 1.0, 0), event("gpu", "forward", 2.0, 3.0, 1)]
+    mine, ahead = event("link_up", "fetch", 0.5, 1.9, 1), event("link_up", "fetch", 1.9, 2.0, 3)
+    (stall,) = name_stalls([*gpu, mine, ahead], 3.0)
+    assert stall.waits_for == "fetch block 1"
+    (stall,) = name_stalls([*gpu, ahead], 3.0)
+    assert stall.waits_for == "launch"
