@@ -11,6 +11,7 @@ from superoffload.fitting import does_not_fit, evenly, spread_layers
 from superoffload.hardware import Hardware
 from superoffload.memory import ledger
 from superoffload.plan import ACTIVATIONS, CASTS, Activations, Cast, Plan
+from superoffload.planner_room import Room
 from superoffload.profiler import Profile, rescale, retarget
 from superoffload.units import DTYPE_BYTES, FP32_BYTES, GB, MIB, format_bytes, format_seconds
 
@@ -85,6 +86,7 @@ class _Chooser:
     def __init__(self, profile: Profile, given: dict[str, Any]):
         self.profile, self.given, self.hw = profile, given, profile.hardware
         self.reasons: dict[str, str] = {}
+        self.room = Room(profile, given)
         self.fp32 = all(b.dtype == "float32" for b in profile.blocks)
 
     def choose(self) -> Plan:
@@ -116,7 +118,7 @@ class _Chooser:
             plan = plan.model_copy(update={"speculate": "off"})
             self.reasons["speculate"] = "off: the CPU is the only processor here, so Adam can run under nothing"
         plan = self._casts(plan)
-        if "speculate" not in self.given and not alone and not self._can_fit(plan):
+        if "speculate" not in self.given and not alone and not self.room.can_fit(plan):
             plan = plan.model_copy(update={"speculate": "off"})
             self.reasons["speculate"] = f"off: no plan has memory left for its undo {plan.undo}s"
             alone = True
@@ -125,56 +127,10 @@ class _Chooser:
             plan = self._speculation(plan)
         return plan.model_copy(update={"reasons": dict(self.reasons)})
 
-    def _frugal(self, plan: Plan) -> Plan:
-        """`plan` with activations recomputed, and on the GPU only the buckets that the host has no room for, where
-        these fields are open."""
-        least: dict[str, Any] = {"activations": "full", "retained_buckets": 0}
-        plan = plan.model_copy(update={k: v for k, v in least.items() if k not in self.given})
-        return plan if "retained_buckets" in self.given else self._relieving_host(plan)
-
-    def _waiting(self, plan: Plan) -> Plan:
-        """`plan` without the undo records of speculation, if it may go without."""
-        return plan if "speculate" in self.given else plan.model_copy(update={"speculate": "off"})
-
-    def _relieving_host(self, plan: Plan) -> Plan:
-        """The plan with the fewest retained buckets that leave the host's memory enough; all of them if none do."""
-        total = len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks))
-
-        def at(n: int) -> Plan:
-            return plan.model_copy(update={"retained_buckets": n})
-
-        over = self._host_over(at(0))
-        if over <= 0:
-            return at(0)
-        most = self._host_over(at(total))
-        if most > 0:
-            return at(total)
-        # Nearly in proportion: the last bucket may be smaller than the others.
-        n = min(total, -(-over * total // (over - most)))
-        while self._host_over(at(n)) > 0:
-            n += 1
-        while n and self._host_over(at(n - 1)) <= 0:
-            n -= 1
-        return at(n)
-
-    def _can_fit(self, plan: Plan) -> bool:
-        """Whether some choice of the open fields makes the plan fit, `speculate` as it is."""
-
-        def fits(flow: tuple[int, ...]) -> bool:
-            frugal = self._frugal(plan.model_copy(update={"flow_blocks": flow}))
-            return self._gpu_over(frugal) <= 0 and self._host_over(frugal) <= 0
-
-        if fits(plan.flow_blocks):
-            return True
-        if "flow_blocks" in self.given:
-            return False
-        on_host, on_gpu = self._layers_by_state(self._frugal(plan))
-        return fits(tuple(on_host)) or fits(tuple(sorted([*on_host, *on_gpu])))
-
     def _accumulate_on(self, plan: Plan) -> Plan:
         """Hold the gradients of earlier micro-batches on the host where the GPU has no room for them."""
         there = plan.model_copy(update={"accumulate_on": "cpu"})
-        if self._can_fit(self._waiting(plan)) or not self._can_fit(self._waiting(there)):
+        if self.room.can_fit(self.room.waiting(plan)) or not self.room.can_fit(self.room.waiting(there)):
             return plan
         size = format_bytes(self._weights())
         self.reasons["accumulate_on"] = f"cpu: the GPU has no room for gradients of {size} between micro-batches"
@@ -189,7 +145,7 @@ class _Chooser:
         split = plan.model_copy(update={"master": "split", "cast_up": "fused"})
         if "cast_up" in self.given and plan.cast_up != "fused":
             self.reasons["master"] = f'plain: cast_up = "{plan.cast_up}" needs it'
-        elif not self._can_fit(self._waiting(plan)) and self._can_fit(self._waiting(split)):
+        elif not self.room.can_fit(self.room.waiting(plan)) and self.room.can_fit(self.room.waiting(split)):
             self.reasons["master"] = (
                 f"split: no plan with a plain one fits; it saves {format_bytes(2 * half)} of host memory at most"
             )
@@ -340,13 +296,13 @@ class _Chooser:
             return plan
 
         def least_gpu(plan: Plan) -> Plan:
-            return plan if "retained_buckets" in self.given else self._relieving_host(plan)
+            return plan if "retained_buckets" in self.given else self.room.relieving_host(plan)
 
         least = least_gpu(plan)
-        if self._gpu_over(least) <= 0:
+        if self.room.gpu_over(least) <= 0:
             reasons["flow_blocks"] = f"none: weights of {format_bytes(self._weights())} fit beside the activations"
             return plan
-        on_host, on_gpu = self._layers_by_state(least)
+        on_host, on_gpu = self.room.layers_by_state(least)
         layers = len(on_host) + len(on_gpu)
 
         def flowing(count: int) -> tuple[int, ...]:
@@ -354,7 +310,7 @@ class _Chooser:
             return evenly(on_host, count) if more <= 0 else tuple(sorted([*on_host, *evenly(on_gpu, more)]))
 
         def over(count: int) -> int:
-            return self._gpu_over(least_gpu(plan.model_copy(update={"flow_blocks": flowing(count)})))
+            return self.room.gpu_over(least_gpu(plan.model_copy(update={"flow_blocks": flowing(count)})))
 
         # Beyond those with state on the host each one costs host memory, which more retained ones have to make up for.
         most = next((n for n in (len(on_host), layers) if n and over(n) <= 0), None)
@@ -363,17 +319,9 @@ class _Chooser:
             return plan
         count = _first(lambda n: over(n) <= 0, 1, most)
         reasons["flow_blocks"] = (
-            f"{count} of {layers} layers: without them the GPU lacks {format_bytes(self._gpu_over(least))}"
+            f"{count} of {layers} layers: without them the GPU lacks {format_bytes(self.room.gpu_over(least))}"
         )
         return plan.model_copy(update={"flow_blocks": flowing(count)})
-
-    def _layers_by_state(self, stationary: Plan) -> tuple[list[int], list[int]]:
-        """Layers with state on the host, and those that are retained whole. The former flow first, since what CPU Adam
-        writes there is their home; that of a retained one would be host memory on top."""
-        buckets = graph.buckets_of(self.profile, stationary.bucket_mb)
-        on_host = {b for bucket in buckets[: len(buckets) - stationary.retained_buckets] for b in bucket.blocks}
-        layers = [i for i, b in enumerate(self.profile.blocks) if b.kind == "layer"]
-        return [i for i in layers if i in on_host], [i for i in layers if i not in on_host]
 
     def _speculation(self, plan: Plan) -> Plan:
         """Speculate where that shortens a step that commits, and what undoes it fits the host's memory."""
@@ -381,7 +329,7 @@ class _Chooser:
         ahead, behind = self._seconds(plan), self._seconds(waiting)
         size = format_bytes(ledger(self.profile, plan).total("host") - ledger(self.profile, waiting).total("host"))
         times = f"a step that commits takes {format_seconds(ahead)}, one that waits {format_seconds(behind)}"
-        if self._host_over(plan) > 0 >= self._host_over(waiting):
+        if self.room.host_over(plan) > 0 >= self.room.host_over(waiting):
             self.reasons["speculate"] = f"off: its undo {plan.undo}s ({size}) do not fit the host's memory; {times}"
             return waiting
         if behind <= ahead * GOOD_ENOUGH:
@@ -392,17 +340,6 @@ class _Chooser:
 
     def _weights(self) -> int:
         return sum(b.params * DTYPE_BYTES[b.dtype] for b in self.profile.blocks)
-
-    def _gpu_over(self, plan: Plan) -> int:
-        """Bytes over the GPU's capacity (the whole memory's where it is shared); negative where there is room."""
-        account = ledger(self.profile, plan)
-        if account.gpu_capacity_bytes:
-            return account.total("gpu") - account.gpu_capacity_bytes
-        return account.total("host") - account.host_capacity_bytes
-
-    def _host_over(self, plan: Plan) -> int:
-        account = ledger(self.profile, plan)
-        return account.total("host") - account.host_capacity_bytes
 
     def _retained(self, plan: Plan, reasons: dict[str, str]) -> Plan:
         """Keep the fewest buckets on the GPU that leave no exposed optimizer time, within the memory of both."""
@@ -416,8 +353,12 @@ class _Chooser:
         def at(n: int) -> Plan:
             return plan.model_copy(update={"retained_buckets": n})
 
-        most = total if self._gpu_over(at(total)) <= 0 else _first(lambda n: self._gpu_over(at(n)) > 0, 0, total) - 1
-        least = self._relieving_host(at(0)).retained_buckets
+        most = (
+            total
+            if self.room.gpu_over(at(total)) <= 0
+            else _first(lambda n: self.room.gpu_over(at(n)) > 0, 0, total) - 1
+        )
+        least = self.room.relieving_host(at(0)).retained_buckets
         if most < 0 or least > most:
             reasons["retained_buckets"] = "0: no number of retained buckets makes GPU and host memory fit"
             return plan

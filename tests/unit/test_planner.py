@@ -8,7 +8,9 @@ import pytest
 from superoffload import graph, planner, simulator
 from superoffload.errors import DoesNotFit, InputError
 from superoffload.fitting import nearest_fit, spread_layers
+from superoffload.hardware import preset
 from superoffload.memory import HOST_RESERVE_BYTES, ledger
+from superoffload.model import ModelSpec
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
 from superoffload.profiler import Profile, estimate
@@ -217,3 +219,42 @@ def test_a_laptop_plan_fits_and_retains_nothing() -> None:
     assert plan.retained_buckets == 0
     assert (plan.cast_down, plan.cast_up) == ("fused", "fused")
     assert len(graph.buckets_of(profile, plan.bucket_mb)) >= planner.MIN_BUCKETS
+
+
+def large(layers: int, *, gpu_gb: float, host_gb: float, **shape: int) -> Profile:
+    """A Llama of hidden size 5,120 on an H200 with this much memory on either side."""
+    hw = preset("h200-pcie5")
+    hw = hw.replace(gpu=hw.gpu.replace(memory_gb=gpu_gb), cpu=hw.cpu.replace(memory_gb=host_gb))
+    fields = {"hidden": 5120, "mlp": 13824, "heads": 40, "kv_heads": 40, "head_dim": 128, "vocab": 32000, **shape}
+    return estimate(ModelSpec(name="large", layers=layers, **fields), micro_batch=1, seq_len=4096, hardware=hw)
+
+
+def test_what_gives_way_as_memory_runs_out() -> None:
+    """First speculation's records, then the plain master; weights flow where their state lies on the host."""
+    roomy = make_plan(large(36, gpu_gb=146, host_gb=260))
+    assert (roomy.speculate, roomy.master, roomy.flow_blocks) == ("auto", "plain", ())
+    waiting = make_plan(large(50, gpu_gb=149, host_gb=131))
+    assert (waiting.speculate, waiting.master) == ("off", "plain")
+    assert "no plan has memory left" in waiting.reasons["speculate"]
+    profile = large(54, gpu_gb=148.5, host_gb=133)
+    split = make_plan(profile)
+    assert (split.speculate, split.master, split.cast_up) == ("off", "split", "fused")
+    assert "no plan with a plain one fits" in split.reasons["master"]
+    assert ledger(profile, split).fits
+    buckets = graph.buckets_of(profile, split.bucket_mb, split.flow_blocks)
+    on_host = {b for bucket in buckets[: len(buckets) - split.retained_buckets] for b in bucket.blocks}
+    assert split.flow_blocks and set(split.flow_blocks) <= on_host
+    kept = make_plan(profile, master="plain", check=False)
+    assert not ledger(profile, kept).fits
+    with pytest.raises(DoesNotFit, match="large does not fit"):
+        make_plan(large(70, gpu_gb=148.5, host_gb=133))
+
+
+def test_gradients_wait_on_the_host_where_the_gpu_has_no_room_for_them() -> None:
+    profile = large(40, gpu_gb=24, host_gb=400)
+    plan = make_plan(profile, accumulation=4)
+    assert plan.accumulate_on == "cpu"
+    assert "no room for gradients" in plan.reasons["accumulate_on"]
+    assert plan.flow_blocks
+    assert ledger(profile, plan).fits
+    assert make_plan(large(40, gpu_gb=146, host_gb=400), accumulation=4).accumulate_on == "gpu"

@@ -1,0 +1,87 @@
+"""How much room a plan leaves in the two memories, and which plans can have any."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from superoffload import graph
+from superoffload.memory import ledger
+from superoffload.plan import Plan
+from superoffload.profiler import Profile
+
+
+class Room:
+    """Answers for one profile.
+
+    Args:
+        given: names of the fields that the user has set, which stay as they are.
+    """
+
+    def __init__(self, profile: Profile, given: Collection[str]):
+        self.profile, self.given = profile, given
+
+    def frugal(self, plan: Plan) -> Plan:
+        """`plan` with activations recomputed, and on the GPU only the buckets that the host has no room for, where
+        these fields are open."""
+        least: dict[str, Any] = {"activations": "full", "retained_buckets": 0}
+        plan = plan.model_copy(update={k: v for k, v in least.items() if k not in self.given})
+        return plan if "retained_buckets" in self.given else self.relieving_host(plan)
+
+    def waiting(self, plan: Plan) -> Plan:
+        """`plan` without the undo records of speculation, if it may go without."""
+        return plan if "speculate" in self.given else plan.model_copy(update={"speculate": "off"})
+
+    def relieving_host(self, plan: Plan) -> Plan:
+        """The plan with the fewest retained buckets that leave the host's memory enough; all of them if none do."""
+        total = len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks))
+
+        def at(n: int) -> Plan:
+            return plan.model_copy(update={"retained_buckets": n})
+
+        over = self.host_over(at(0))
+        if over <= 0:
+            return at(0)
+        most = self.host_over(at(total))
+        if most > 0:
+            return at(total)
+        # Nearly in proportion: the last bucket may be smaller than the others.
+        n = min(total, -(-over * total // (over - most)))
+        while self.host_over(at(n)) > 0:
+            n += 1
+        while n and self.host_over(at(n - 1)) <= 0:
+            n -= 1
+        return at(n)
+
+    def can_fit(self, plan: Plan) -> bool:
+        """Whether some choice of the open fields makes the plan fit, `speculate` as it is."""
+
+        def fits(flow: tuple[int, ...]) -> bool:
+            frugal = self.frugal(plan.model_copy(update={"flow_blocks": flow}))
+            return self.gpu_over(frugal) <= 0 and self.host_over(frugal) <= 0
+
+        if fits(plan.flow_blocks):
+            return True
+        if "flow_blocks" in self.given:
+            return False
+        on_host, on_gpu = self.layers_by_state(self.frugal(plan))
+        return fits(tuple(on_host)) or fits(tuple(sorted([*on_host, *on_gpu])))
+
+    def layers_by_state(self, stationary: Plan) -> tuple[list[int], list[int]]:
+        """Layers with state on the host, and those that are retained whole. The former flow first, since what CPU Adam
+        writes there is their home; that of a retained one would be host memory on top."""
+        buckets = graph.buckets_of(self.profile, stationary.bucket_mb)
+        on_host = {b for bucket in buckets[: len(buckets) - stationary.retained_buckets] for b in bucket.blocks}
+        layers = [i for i, b in enumerate(self.profile.blocks) if b.kind == "layer"]
+        return [i for i in layers if i in on_host], [i for i in layers if i not in on_host]
+
+    def gpu_over(self, plan: Plan) -> int:
+        """Bytes over the GPU's capacity (the whole memory's where it is shared); negative where there is room."""
+        account = ledger(self.profile, plan)
+        if account.gpu_capacity_bytes:
+            return account.total("gpu") - account.gpu_capacity_bytes
+        return account.total("host") - account.host_capacity_bytes
+
+    def host_over(self, plan: Plan) -> int:
+        account = ledger(self.profile, plan)
+        return account.total("host") - account.host_capacity_bytes
