@@ -136,8 +136,16 @@ class OffloadAdamW(torch.optim.Optimizer):
         _open.add(self)
 
     @classmethod
-    def from_config(cls, model: nn.Module, config: TunedConfig, *, record_trace: bool = False) -> OffloadAdamW:
-        """The optimizer of a tuned config.
+    def from_config(
+        cls,
+        model: nn.Module,
+        config: TunedConfig,
+        *,
+        record_trace: bool = False,
+        device: torch.device | str | None = None,
+        weights: WeightSource | None = None,
+    ) -> OffloadAdamW:
+        """The optimizer of a tuned config; the other arguments are those of the constructor.
 
         Raises:
             InputError: the config was made for another model.
@@ -156,6 +164,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             gradient_accumulation_steps=config.plan.accumulation,
             plan=config.plan,
             record_trace=record_trace,
+            device=device,
+            weights=weights,
         )
 
     # -- construction --------------------------------------------------------------------------------------------------

@@ -113,7 +113,10 @@ class _Run:
         cfg, plan = self.cfg, self.cfg.plan
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(cfg.training.seed)
-        model, tokenizer = model_source.load(cfg.model, cfg.training.dtype, device, seed=cfg.training.seed)
+        # Weights that flow need not fit the GPU: a checkpoint's go from the host to where they are trained. Random ones
+        # are drawn on the device that trains, so that they do not depend on the plan.
+        first = torch.device("cpu") if plan.flow_blocks and cfg.model.init == "pretrained" else device
+        model, tokenizer = model_source.load(cfg.model, cfg.training.dtype, first, seed=cfg.training.seed)
         cfg.check_model(model_source.fingerprint(model), cfg.model.source)
         blocks = load_blocks(
             self.data, tokenizer, plan.seq_len, seed=cfg.training.seed, vocab_size=_vocabulary(model, tokenizer)
@@ -126,7 +129,7 @@ class _Run:
                     remedy="Resume with the same data and seq_len, or start a new run from the checkpoint's folder",
                 )
             checkpoint.load_weights(model, self.start_from)
-        with OffloadAdamW.from_config(model, cfg) as opt:
+        with OffloadAdamW.from_config(model, cfg, device=device) as opt:
             schedule = torch.optim.lr_scheduler.LambdaLR(
                 opt, lambda step: learning_rate_factor(cfg.training, self.total, step)
             )
