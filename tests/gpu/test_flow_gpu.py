@@ -1,5 +1,6 @@
 """Weight flow on a GPU: the bits of the stationary step whatever stream is late, and homes that the GPU can read."""
 
+import functools
 import gc
 
 import pytest
@@ -13,15 +14,18 @@ from tests.engine.scenario import equal, weights
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
-DATA = batches(6, device="cuda")
+
+@functools.cache
+def data():
+    return batches(6, device="cuda")
 
 
 def deep(dtype=torch.bfloat16, device="cuda"):
     return llama(dtype, device=device, layers=6)
 
 
-def run(dtype, *, data=DATA, **plan):
-    return run_plan(dtype, data, device="cuda", model=deep, bucket_mb=0.04, **plan)
+def run(dtype, **plan):
+    return run_plan(dtype, data(), device="cuda", model=deep, bucket_mb=0.04, **plan)
 
 
 def test_the_gpu_reads_and_writes_pinned_memory_as_its_own():
@@ -55,11 +59,11 @@ def test_held_up_streams_change_nothing(hold_up_streams, reentrant):
     def model(dtype, device):
         return checkpointed(deep(dtype, device), reentrant)
 
-    reference = run_plan(torch.bfloat16, DATA, device="cuda", model=model, accumulation=2, bucket_mb=0.04)
+    reference = run_plan(torch.bfloat16, data(), device="cuda", model=model, accumulation=2, bucket_mb=0.04)
     hold_up_streams()
     for prefetch, retained in ((1, 0), (2, 7)):
         found = run_plan(
-            torch.bfloat16, DATA, device="cuda", model=model, accumulation=2, bucket_mb=0.04, speculate="on",
+            torch.bfloat16, data(), device="cuda", model=model, accumulation=2, bucket_mb=0.04, speculate="on",
             flow_blocks=(1, 2, 3, 5, 6), prefetch_blocks=prefetch, retained_buckets=retained, delay_us=300,
         )  # fmt: skip
         assert found == reference
@@ -71,17 +75,17 @@ def test_weights_between_uses():
     with OffloadAdamW(plain, **kwargs) as a, OffloadAdamW(flowing, flow_blocks=(1, 2, 3, 4, 5), **kwargs) as b:
         for i in range(3):
             for model, opt in ((plain, a), (flowing, b)):
-                train(model, opt, DATA[i : i + 1])
+                train(model, opt, data()[i : i + 1])
                 opt.synchronize()
                 with torch.no_grad():
                     model.model.layers[1].mlp.up_proj.weight.mul_(0.5)
-                    model(input_ids=DATA[0])
+                    model(input_ids=data()[0])
                     model.model.layers[4].mlp.up_proj.weight.add_(0.01)
             assert equal(weights(plain), weights(flowing))
         assert digest(plain, a) == digest(flowing, b)
     assert equal(weights(plain), weights(flowing))
     assert all(p.is_cuda for p in flowing.parameters())
-    flowing(input_ids=DATA[0], labels=DATA[0]).loss.backward()
+    flowing(input_ids=data()[0], labels=data()[0]).loss.backward()
 
 
 def test_the_gpu_holds_slots_and_allocates_nothing_more():
@@ -101,11 +105,11 @@ def test_the_gpu_holds_slots_and_allocates_nothing_more():
         before = torch.cuda.memory_allocated()
         model = wide()
         with OffloadAdamW(model, lr=1e-4, bucket_mb=8, flow_blocks=flow, prefetch_blocks=1) as opt:
-            train(model, opt, DATA[:2])
+            train(model, opt, data()[:2])
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             now = torch.cuda.memory_allocated()
-            train(model, opt, DATA[2:])
+            train(model, opt, data()[2:])
             torch.cuda.synchronize()
             peaks[flow] = torch.cuda.max_memory_allocated() - before
             assert torch.cuda.memory_allocated() == now
