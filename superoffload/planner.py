@@ -149,7 +149,6 @@ class _Chooser:
             self.reasons["master"] = (
                 f"split: no plan with a plain one fits; it saves {format_bytes(2 * half)} of host memory at most"
             )
-            self.reasons["cast_up"] = "fused: a split master's weights are written by the Adam step"
             return split
         else:
             self.reasons["master"] = "plain: the host's memory does not ask for a split one, 2 bytes per parameter less"
@@ -195,7 +194,10 @@ class _Chooser:
 
     def _casts(self, plan: Plan) -> Plan:
         for name in ("cast_down", "cast_up"):
-            if name in self.given or (name == "cast_up" and plan.master == "split"):
+            if name in self.given:
+                continue
+            if name == "cast_up" and plan.master == "split":
+                self.reasons[name] = "fused: a split master's weights are written by the Adam step"
                 continue
             if self.fp32:
                 self.reasons[name] = "fused: weights and gradients are float32, so nothing is cast"

@@ -32,6 +32,15 @@ def test_every_chosen_knob_has_a_reason_and_no_given_one(bench: Profile) -> None
         assert re.search(r"\d", plan.reasons[name]), name
 
 
+def test_a_split_master_by_hand_fixes_who_casts(bench: Profile) -> None:
+    plan = make_plan(bench, master="split")
+    assert (plan.master, plan.cast_up) == ("split", "fused")
+    assert "split master" in plan.reasons["cast_up"]
+    assert "master" not in plan.reasons
+    with pytest.raises(InputError, match='master = "split" with cast_up = "gpu"'):
+        make_plan(bench, master="split", cast_up="gpu")
+
+
 def test_all_given_is_kept_as_given(bench: Profile) -> None:
     values = {
         "bucket_mb": 128.0, "retained_buckets": 3, "flow_blocks": (2, 5), "prefetch_blocks": 2, "cast_down": "cpu",
