@@ -3,8 +3,8 @@
 The home of such a weight is what CPU Adam writes, so a step is followed by no upload. There are `prefetch_blocks` + 1
 slots of the largest block's size, and the k-th flow block has slot k modulo their number, always: what autograd saved
 in forward (a transposed view of a weight, say) points into the slot, and is right again once the block has been fetched
-again before its backward. Between uses the parameter itself points at its home, which the GPU reads across the link:
-whoever reads or writes a weight then, does so slowly and rightly.
+again before its backward. Outside its block's forward and backward the parameter itself points at its home, which the
+GPU reads across the link: whoever reads or writes a weight then, does so slowly and rightly.
 
 Order of threads and streams:
 
@@ -28,6 +28,7 @@ import torch
 from superoffload.engine.blocks import Block
 from superoffload.engine.buckets import DTYPES, Arenas, BucketState, ManagedParam
 from superoffload.engine.device import Device
+from superoffload.engine.interrupts import uninterrupted
 from superoffload.engine.recorder import Recorder, profiled
 from superoffload.engine.speculation import Speculation
 from superoffload.engine.weights import Weights
@@ -56,6 +57,8 @@ class _FlowBlock:
         self.buckets: list[BucketState] = []
         self.in_use = False
         """Whether its parameters point into the slot."""
+        self.announced = False
+        """Whether a backward has announced it since its last forward."""
         self.nbytes = 0
         self._runs: dict[int, tuple[int, int, int]] = {}
         """Bucket -> (first element, end, byte in the slot)."""
@@ -133,8 +136,12 @@ class Flow:
             return
         self._stream = self._device.continue_from(self._stream)
         f = self._by_index.get(block)
+        for g in self._order:
+            if g is not f:
+                self._leave(g)
         if f is not None:
             self._enter(f)
+            f.announced = backward
         before = [g for g in self._order if g.index < block]
         coming = before[::-1] if backward else [g for g in self._order if g.index > block]
         for g in coming[: len(self._slots)]:
@@ -148,7 +155,7 @@ class Flow:
             self._fetch(g)
 
     def _enter(self, f: _FlowBlock) -> None:
-        # What was fetched ahead is not what somebody has written into the home since.
+        # What lies in the slot is not what somebody has written into the home since.
         fresh = f.slot.occupant is f and (f.in_use or not any(self._weights.is_edited(p) for p in f.params))
         if not fresh:
             for state in f.buckets:
@@ -157,12 +164,36 @@ class Flow:
             self._fetch(f)
         self._device.compute_waits(f.slot.ready)
         if not f.in_use:
-            f.in_use = True
-            for p, view in zip(f.params, f.views, strict=True):
-                p.point_to(view)
+            with uninterrupted():
+                f.in_use = True
+                for p, view in zip(f.params, f.views, strict=True):
+                    p.point_to(view)
+
+    def left(self, block: int) -> None:
+        """`block`'s forward has been enqueued: whoever uses its weights from now on, beside their module, is not to
+        keep views of the slot."""
+        f = self._by_index.get(block)
+        if f is not None:
+            self._leave(f)
+
+    def _leave(self, f: _FlowBlock) -> None:
+        """Point its parameters home. The slot keeps the weights for the next use."""
+        if not f.in_use:
+            return
+        with uninterrupted():
+            for p in f.params:
+                # Written where it lay: master and home must not forget it. What the worker has overwritten meanwhile
+                # stays edited, and is rejected with words.
+                if self._weights.is_edited(p) and not self._speculation.has(p):
+                    self._weights.adopt(p)
+                p.point_to(p.home_on_device)
+            f.in_use = False
 
     def _fetch(self, f: _FlowBlock) -> None:
         self._evict(f.slot)
+        for p in f.params:  # written at home
+            if self._weights.is_edited(p) and not self._speculation.has(p):
+                self._weights.adopt(p)
         device = self._device
         device.fetch_waits_for_compute()
         if any(state.retained for state in f.buckets):
@@ -177,17 +208,15 @@ class Flow:
         self._recorder.add("link_up", "fetch", start, end, block=f.index, nbytes=f.nbytes)
 
     def _evict(self, slot: _Slot) -> None:
-        f, slot.occupant = slot.occupant, None
-        if f is None or not f.in_use:
-            return
-        f.in_use = False
-        for p, view in zip(f.params, f.views, strict=True):
-            if self._weights.is_edited(p):  # written where it lay: master and home must not forget it
-                if self._speculation.has(p):
-                    p.home.copy_(view)  # it will be rejected, with words
-                else:
-                    self._weights.adopt(p)
-            p.point_to(p.home_on_device)
+        if slot.occupant is not None:
+            self._leave(slot.occupant)
+            slot.occupant = None
+
+    def drop(self, block: int) -> None:
+        """What lies in the slot of `block` is not what its weights are any more."""
+        f = self._by_index.get(block)
+        if f is not None and f.slot.occupant is f:
+            self._evict(f.slot)
 
     def forget(self) -> None:
         """Leave the slots: weights are about to change, or somebody wants to see them all."""
@@ -195,13 +224,13 @@ class Flow:
             self._evict(slot)
 
     def check(self, p: ManagedParam) -> None:
-        """Raise if `p`'s gradient was made while its weights were not there.
+        """Raise if `p`'s gradient was made while its weights were not there. Asked within backward.
 
         Raises:
             EngineError: nothing announced the backward of its block.
         """
         f = self._by_index.get(p.block)
-        if f is None or f.in_use:
+        if f is None or f.announced:
             return
         raise EngineError(
             f"{p.name} got a gradient while its weights were not on the GPU: nothing announced the backward of "
@@ -214,6 +243,8 @@ class Flow:
         """Give every parameter ordinary memory again, on the device where there is room. The worker has ended and the
         device is idle."""
         self.forget()
+        # A graph that saved views of a slot must not be walked any more.
+        torch.autograd.graph.increment_version([p.param for f in self._order for p in f.params])
         left = 0
         for f in self._order:
             for p in f.params:
@@ -222,6 +253,7 @@ class Flow:
                 except torch.cuda.OutOfMemoryError:
                     left += p.numel * p.param.element_size()
                     p.point_to(p.home.clone())
+                p.home = p.home_on_device = torch.empty(0)
         if left:
             warnings.warn(
                 f"{format_bytes(left)} of weights did not fit the GPU's memory and stay on the host: they flowed while "

@@ -31,17 +31,20 @@ class BackwardHook:
     """Forward hook of a block: announces the backward of the block by the gradient of what it returns.
 
     A hook on the tensors themselves: a module's own backward hooks would put a view of every output into the graph.
+    What is handed through (T5's position bias) announces its maker, and a leaf has no backward. Registered with keyword
+    arguments.
     """
 
     def __init__(self, coming: Callable[[int], None] | None, block: int):
         self._coming, self._block = coming, block
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._coming is None or not torch.is_grad_enabled():
             return
         coming, block = self._coming, self._block
+        given = {id(t) for t in tensors_in((args, kwargs))}
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None and id(tensor) not in given:
                 tensor.register_hook(lambda grad: coming(block))
 
     def __deepcopy__(self, memo: Any) -> BackwardHook:
@@ -49,6 +52,23 @@ class BackwardHook:
 
     def __reduce__(self) -> Any:
         return (BackwardHook, (None, self._block))
+
+
+class LeaveHook:
+    """Forward hook of a flow block's last module, but for recomputations: backward follows those."""
+
+    def __init__(self, left: Callable[[int], None] | None, block: int):
+        self._left, self._block = left, block
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._left is not None and torch._C._current_graph_task_id() == -1:
+            self._left(self._block)
+
+    def __deepcopy__(self, memo: Any) -> LeaveHook:
+        return LeaveHook(None, self._block)
+
+    def __reduce__(self) -> Any:
+        return (LeaveHook, (None, self._block))
 
 
 class SyncHook:

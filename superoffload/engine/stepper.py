@@ -32,7 +32,7 @@ from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
 from superoffload.engine.device import device_for
 from superoffload.engine.flow import Flow
 from superoffload.engine.gradients import GradientCollector, collect_hook
-from superoffload.engine.hooks import BackwardHook, BlockHook, SyncHook
+from superoffload.engine.hooks import BackwardHook, BlockHook, LeaveHook, SyncHook
 from superoffload.engine.interrupts import uninterrupted
 from superoffload.engine.recorder import Recorder, profiled
 from superoffload.engine.retained import RetainedUpdate
@@ -41,7 +41,7 @@ from superoffload.engine.start import Start
 from superoffload.engine.stats import StepLog
 from superoffload.engine.weights import Weights, who_reads_what
 from superoffload.engine.worker import Lifeline, WorkerFace
-from superoffload.errors import EngineError, InputError
+from superoffload.errors import EngineError, InputError, NotSupported
 from superoffload.kernels import native
 from superoffload.layout import Bucket
 from superoffload.plan import Plan
@@ -129,6 +129,8 @@ class Engine:
         self._with_gradient: set[int] = set()
         self._unentered: set[int] = set()
         self._unsettled = False
+        self._announced: dict[int, int] = {}
+        """Block -> the graph task of the last backward that announced it."""
         self._seen = [0] * len(self.params)
         """Parameter -> the step whose weights a forward has waited for."""
         self._params_of = [[self.params[i] for i in {s.tensor: 0 for s in b.layout.segments}]
@@ -156,6 +158,8 @@ class Engine:
 
         def take(p: ManagedParam) -> None:
             engine, collects = this(), wanted()
+            if engine is not None:
+                engine.flow.check(p)
             last = collects(p) if engine is not None and collects is not None else None
             if engine is not None and last is not None:
                 engine.take(p, last)
@@ -163,6 +167,10 @@ class Engine:
         def backward_comes(block: int) -> None:
             if (engine := this()) is not None:
                 engine.backward_comes(block)
+
+        def left(block: int) -> None:
+            if (engine := this()) is not None:
+                engine.flow.left(block)
 
         untraced: Callable[[int], None] = torch.compiler.disable(ready)  # a host wait cannot be traced
 
@@ -175,7 +183,9 @@ class Engine:
                 # Before any other pre-hook, which may read the weights (torch's weight_norm does).
                 handles.append(module.register_forward_pre_hook(BlockHook(untraced, index), prepend=True))
                 if self.plan.flow_blocks:
-                    handles.append(module.register_forward_hook(BackwardHook(backward_comes, index)))
+                    handles.append(module.register_forward_hook(BackwardHook(backward_comes, index), with_kwargs=True))
+            if index in self.plan.flow_blocks:
+                handles.append(block.modules[-1].register_forward_hook(LeaveHook(left, index)))
         for p in self.params:
             handles.append(collect_hook(take, p))
         for module in model.modules():
@@ -195,7 +205,6 @@ class Engine:
                     remedy="Call opt.synchronize() before the first forward that uses weights directly",
                 )
             self._unentered.add(p.block)
-        self.flow.check(p)
         self._with_gradient.add(p.block)
         self._after_verdict()
         if last and not self.collector.final_begun:
@@ -208,6 +217,7 @@ class Engine:
     def _begin(self) -> None:
         """The first gradient of the last backward before a step."""
         arguments = self._arguments()
+        self._adopt_edits()  # made before backward: the step is taken from them
         # The first step shows how often each gradient fires: a weight that is used twice is not complete at once.
         if arguments is not None and self.sequence and self.gate.open and self._order:
             self.speculation.begin(self._describe(self.sequence + 1, arguments()))
@@ -245,10 +255,18 @@ class Engine:
                 for event in state.done:
                     self.device.compute_waits(event)
                 params = self._params_of[state.index]
-                self.weights.reject(p for p in params if p in edited)
+                self._reject([p for p in params if p in edited])
                 self.weights.bump(params)
                 for block in self._readers[state.index]:
                     self._ready[block].clear()  # other streams have to wait for these uploads too
+
+    def _reject(self, edited: Sequence[ManagedParam]) -> None:
+        """Take back edits that raced with the worker."""
+        if edited:
+            self.device.synchronize_compute()  # an edit that is still queued would land afterwards
+            self.weights.reject(edited)
+            for p in edited:
+                self.flow.drop(p.block)
 
     def ready(self, block: int) -> None:
         """Make the current stream safe to read `block`'s weights: called before its forward."""
@@ -264,8 +282,18 @@ class Engine:
 
     def backward_comes(self, block: int) -> None:
         """Make the current stream safe to run `block`'s backward."""
-        if self.speculation.touches(block):
-            self.cancel_speculation()  # a backward more: it reads the weights of the last step
+        if torch.is_grad_enabled():
+            raise NotSupported(
+                f"a backward with create_graph=True ran through {self.blocks[block].name} while weights flow",
+                expected="first derivatives: the graph of a backward does not announce when it needs which weights",
+                remedy="Make the optimizer with flow_blocks=()",
+            )
+        # Once in a walk: what a block's other module makes complete may arrive before this one's output is reached.
+        task = torch._C._current_graph_task_id()
+        if self._announced.get(block) != task:
+            self._announced[block] = task
+            if self.speculation.touches(block):
+                self.cancel_speculation()  # a backward more: it reads the weights of the last step
         self.flow.use(block, backward=True)
 
     def _wait_block(self, block: int) -> None:
@@ -285,7 +313,7 @@ class Engine:
                 self.device.compute_waits(event)
         # Once a step: a graph of another stream, or of another block with the same weight, stays as good as this one.
         new = [p for p in self._reads[block] if self._seen[p.index] != self.sequence]
-        self.weights.reject(p for p in new if self.weights.is_edited(p))
+        self._reject([p for p in new if self.weights.is_edited(p)])
         self.weights.bump(new)
         for p in new:
             self._seen[p.index] = self.sequence
@@ -424,6 +452,7 @@ class Engine:
         for p in self.weights.edited():
             self._wait_block(p.block)
             self.weights.adopt(p)
+            self.flow.drop(p.block)
 
     def discard(self) -> None:
         """Forget every gradient since the last step, and what was speculated on them."""
