@@ -21,7 +21,7 @@ from superoffload.activation_costs import check_policies
 from superoffload.engine import checkpoint, report
 from superoffload.engine.activations import model_recomputes
 from superoffload.engine.arguments import Hyper, StepSettings, accelerate_syncs, check_hyper, resolve_plan
-from superoffload.engine.blocks import find_blocks
+from superoffload.engine.blocks import Block, find_blocks
 from superoffload.engine.buckets import DTYPES, ManagedParam, plan_layout
 from superoffload.engine.device import with_index
 from superoffload.engine.fit import check_fit
@@ -31,6 +31,7 @@ from superoffload.engine.start import Start, WeightSource, check_start, move_res
 from superoffload.engine.stats import Stats, StepLog, StepRecord
 from superoffload.engine.stepper import Engine
 from superoffload.errors import EngineError, InputError, NotSupported
+from superoffload.layout import Bucket
 from superoffload.memory import Ledger
 from superoffload.plan import Activations, Plan
 from superoffload.tracing import Trace
@@ -72,6 +73,9 @@ class OffloadAdamW(torch.optim.Optimizer):
     Before reading weights other than by a module's forward or `state_dict()`, and before writing them other than by
     `load_state_dict()`, call `synchronize()`: between the first gradient and the next forward the worker writes them
     too. A write that raced with it raises at the next call.
+
+    Weights of flow blocks that a `state_dict()` of the model refers to lie in this optimizer's memory: copy what is to
+    be used after `close()`.
 
     A graph that uses a weight without contributing to its gradient (`weight.detach()`) raises where it would read the
     weight after its update; one that hides the use from autograd (`weight.data`, a plain attribute of a custom
@@ -182,8 +186,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         )
         previous.close()
 
-    def _build(self) -> None:
-        """Make the engine. Everything that can be refused is refused before anything changes."""
+    def _layout(self) -> tuple[list[Block], list[ManagedParam], list[Bucket]]:
+        """Blocks, parameters and buckets of the engine to be made. Everything that can be refused is refused here:
+        nothing has changed yet."""
         group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
         blocks = find_blocks(self.model)
         check_flow_blocks(blocks, self.plan.flow_blocks)
@@ -205,6 +210,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         freed = report.memory(previous.engine) if previous is not None and previous._engine is not None else None
         computes = self._device or next((p.param.device for p in managed), torch.device("cpu"))
         check_fit(layouts, managed, self.plan, computes, freed=freed)
+        return blocks, managed, layouts
+
+    def _build(self) -> None:
+        """Make the engine."""
+        blocks, managed, layouts = self._layout()
         self._close_previous()
         if not self._applies_activations:  # the plan says what the model does
             own: Activations = "full" if model_recomputes(self.model) else "none"
@@ -219,17 +229,21 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._managed = managed
         if self._loss_scale is None and any(p.dtype == "float16" for p in managed):
             self._loss_scale = LossScale()
-        self._unmanaged = [p for p in self.model.parameters() if id(p) in group_of and id(p) not in block_of]
+        mine = {id(p.param) for p in managed}
+        self._unmanaged = [p for group in self.param_groups for p in group["params"] if id(p) not in mine]
 
     def _rebuild(self) -> None:
         """Make the engine anew around the parameter groups as they are now; state and gradients are kept."""
         engine = self.engine
+        self._layout()  # refused while the engine still is as it was
         engine.synchronize()
         self.learn_loss_scale()
         engine.collector.give_back()
         kept = checkpoint.snapshot(engine)
         self._log.steps_before += engine.sequence
         self._skips_before += engine.worker.verdict()[4]
+        if self.plan.flow_blocks:  # what does not fit the GPU all at once is left on the host
+            self._device = engine.device.device
         engine.close()
         del engine
         self._engine = None  # its memory goes before the new engine's comes
@@ -250,8 +264,15 @@ class OffloadAdamW(torch.optim.Optimizer):
                     remedy="Build the groups from model.named_parameters()",
                 )
         super().add_param_group({**param_group, "params": params})
-        if self._engine is not None:
+        engine = self._engine
+        if engine is None:
+            return
+        try:
             self._rebuild()
+        except BaseException:
+            if self._engine is engine:  # refused before anything changed
+                self.param_groups.pop()
+            raise
 
     def _show_steps(self) -> None:
         """`state` holds each parameter's step count, live. Tools that look whether an optimizer has stepped (torch's

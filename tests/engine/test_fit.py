@@ -97,3 +97,21 @@ def test_free_memory_is_a_sane_figure(tmp_path, monkeypatch):
     assert free_host_bytes() == 5000000 - 3000000 + 500000
     (tmp_path / "memory.max").write_text("max\n")
     assert free_host_bytes() > 2**28
+
+
+def test_a_rebuild_that_does_not_fit_leaves_the_optimizer_as_it_was(monkeypatch):
+    model = llama(torch.bfloat16)
+    for p in model.model.layers[0].parameters():
+        p.requires_grad_(False)
+    data = batches(3)
+    with OffloadAdamW(model, bucket_mb=0.05) as opt:
+        train(model, opt, data[:1])
+        for p in model.model.layers[0].parameters():
+            p.requires_grad_(True)
+        monkeypatch.setattr(fit, "free_host_bytes", lambda: 0)
+        with pytest.raises(DoesNotFit):
+            opt.add_param_group({"params": list(model.model.layers[0].parameters())})
+        monkeypatch.undo()
+        assert opt.stats.step == 1
+        assert len(opt.param_groups) == 1
+        train(model, opt, data[1:])
