@@ -255,8 +255,8 @@ class _Chooser:
             reasons = {}
             candidate = self._flow(plan.model_copy(update={"activations": "full"}), reasons)
             found.append((float("inf"), self._retained(candidate, reasons), reasons))
-        seconds, best, reasons = min(found, key=lambda f: f[0])
-        seconds, best, reasons = next(f for f in found if f[0] <= seconds * GOOD_ENOUGH)
+        shortest = min(f[0] for f in found)
+        seconds, best, reasons = next(f for f in found if f[0] <= shortest * GOOD_ENOUGH)
         self.reasons.update(reasons)
         if "activations" not in self.given:
             too_large = [p for p in policies if p not in slower and all(f[1].activations != p for f in found)]

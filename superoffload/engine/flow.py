@@ -136,9 +136,9 @@ class Flow:
             return
         self._stream = self._device.continue_from(self._stream)
         f = self._by_index.get(block)
-        for g in self._order:
-            if g is not f:
-                self._leave(g)
+        for slot in self._slots:
+            if slot.occupant is not None and slot.occupant is not f:
+                self._leave(slot.occupant)
         if f is not None:
             self._enter(f)
             f.announced = backward

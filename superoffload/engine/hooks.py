@@ -10,24 +10,28 @@ import torch
 from torch import nn
 
 
-class BlockHook:
-    """Forward pre-hook of a block, before all others: its weights must be the new ones."""
+class _AboutBlock:
+    """A hook that tells the engine of one block."""
 
-    def __init__(self, ready: Callable[[int], None] | None, block: int):
-        self._ready, self._block = ready, block
+    def __init__(self, tell: Callable[[int], None] | None, block: int):
+        self._tell, self._block = tell, block
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self._ready is not None:
-            self._ready(self._block)
-
-    def __deepcopy__(self, memo: Any) -> BlockHook:
-        return BlockHook(None, self._block)
+    def __deepcopy__(self, memo: Any) -> _AboutBlock:
+        return type(self)(None, self._block)
 
     def __reduce__(self) -> Any:
-        return (BlockHook, (None, self._block))
+        return (type(self), (None, self._block))
 
 
-class BackwardHook:
+class BlockHook(_AboutBlock):
+    """Forward pre-hook of a block, before all others: its weights must be the new ones."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self._tell is not None:
+            self._tell(self._block)
+
+
+class BackwardHook(_AboutBlock):
     """Forward hook of a block: announces the backward of the block by the gradient of what it returns.
 
     A hook on the tensors themselves: a module's own backward hooks would put a view of every output into the graph.
@@ -35,40 +39,22 @@ class BackwardHook:
     arguments.
     """
 
-    def __init__(self, coming: Callable[[int], None] | None, block: int):
-        self._coming, self._block = coming, block
-
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._coming is None or not torch.is_grad_enabled():
+        if self._tell is None or not torch.is_grad_enabled():
             return
-        coming, block = self._coming, self._block
+        tell, block = self._tell, self._block
         given = {id(t) for t in tensors_in((args, kwargs))}
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None and id(tensor) not in given:
-                tensor.register_hook(lambda grad: coming(block))
-
-    def __deepcopy__(self, memo: Any) -> BackwardHook:
-        return BackwardHook(None, self._block)
-
-    def __reduce__(self) -> Any:
-        return (BackwardHook, (None, self._block))
+                tensor.register_hook(lambda grad: tell(block))
 
 
-class LeaveHook:
+class LeaveHook(_AboutBlock):
     """Forward hook of a flow block's last module, but for recomputations: backward follows those."""
 
-    def __init__(self, left: Callable[[int], None] | None, block: int):
-        self._left, self._block = left, block
-
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._left is not None and torch._C._current_graph_task_id() == -1:
-            self._left(self._block)
-
-    def __deepcopy__(self, memo: Any) -> LeaveHook:
-        return LeaveHook(None, self._block)
-
-    def __reduce__(self) -> Any:
-        return (LeaveHook, (None, self._block))
+        if self._tell is not None and torch._C._current_graph_task_id() == -1:
+            self._tell(self._block)
 
 
 class SyncHook:

@@ -78,7 +78,8 @@ class RetainedUpdate:
             if b.flow:
                 self._send_home(b)
         self._device.record(self.done)
-        self._device.record_down(self.homed)
+        if self._stages:
+            self._device.record_down(self.homed)
 
     def _send_home(self, b: BucketState) -> None:
         """Cast the master into the home of the weights, also after a skipped step: they are the same bits then."""

@@ -217,9 +217,9 @@ class Engine:
     def _begin(self) -> None:
         """The first gradient of the last backward before a step."""
         arguments = self._arguments()
-        self._adopt_edits()  # made before backward: the step is taken from them
         # The first step shows how often each gradient fires: a weight that is used twice is not complete at once.
         if arguments is not None and self.sequence and self.gate.open and self._order:
+            self._adopt_edits()  # made before backward: the step is taken from them
             self.speculation.begin(self._describe(self.sequence + 1, arguments()))
 
     def _arrive(self, state: BucketState) -> None:
@@ -447,8 +447,9 @@ class Engine:
 
     def _adopt_edits(self) -> None:
         """Weights that somebody has written in place are the ones to step from."""
-        if self.weights.edited():
-            self.cancel_speculation()
+        if not self.weights.edited():
+            return
+        self.cancel_speculation()  # which rejects the edits that raced with it
         for p in self.weights.edited():
             self._wait_block(p.block)
             self.weights.adopt(p)
