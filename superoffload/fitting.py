@@ -26,7 +26,7 @@ def spread_layers(profile: Profile, count: int) -> tuple[int, ...]:
 
 
 def evenly(items: Sequence[int], count: int) -> tuple[int, ...]:
-    """`count` of `items` at equal distances."""
+    """`count` of `items` at equal distances, so that each fetch has the longest time to hide."""
     return tuple(items[(2 * k + 1) * len(items) // (2 * count)] for k in range(count))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import ipywidgets as W
 
 from superoffload.errors import InputError
+from superoffload.fitting import evenly
 from superoffload.plan import CASTS, Plan
 from superoffload.widgets.parts import escape
 from superoffload.widgets.session import Session
@@ -141,7 +142,8 @@ class Controls(W.VBox):  # type: ignore[misc]
         if self._quiet:
             return
         if field == "flow_blocks":
-            value = evenly(self._layers(), value)
+            layers = self._layers()
+            value = evenly(layers, min(value, len(layers)))
         elif field == "which":
             field = "flow_blocks"
             # Parsed by the callee's guard: a typing error is shown like any other error.
@@ -230,12 +232,6 @@ def _options(slider: W.SelectionSlider, usual: tuple[Any, ...], value: Any, titl
     if tuple(slider.options) != wanted:
         slider.options = wanted
     _set(slider, value)
-
-
-def evenly(layers: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Choose `count` of `layers` at equal distances, so that each fetch has the longest time to hide."""
-    n = len(layers)
-    return tuple(layers[(2 * i + 1) * n // (2 * count)] for i in range(min(count, n)))
 
 
 def format_blocks(blocks: tuple[int, ...]) -> str:
