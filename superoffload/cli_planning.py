@@ -312,7 +312,7 @@ def _value(key: str, text: str) -> Any:
     if get_origin(annotation) is dict:
         pairs = [part.partition(":") for part in text.split(",")] if text != "none" else []
         return {_whole(key, number): word for number, _, word in pairs}
-    if annotation is int:
+    if annotation is int or int in get_args(annotation):
         return _whole(key, text)
     if annotation is float:
         try:

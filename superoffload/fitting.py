@@ -50,6 +50,7 @@ def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:
         counts = sorted({0, total, *range(here % stride, total + 1, stride)}, key=lambda n: abs(n - here))
         return next((q for n in counts if fits(q := p.model_copy(update={"retained_buckets": n}))), None)
 
+    cut = max(4, len(graph.buckets_of(profile, plan.bucket_mb, plan.flow_blocks)))
     selective = all(b.selective_bytes is not None for b in profile.blocks if b.kind == "layer")
     changes: tuple[tuple[bool, dict[str, Any]], ...] = (
         (plan.activations == "none" and selective, {"activations": "selective", "activations_by_block": {}}),
@@ -58,7 +59,11 @@ def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:
             {"activations": "full", "activations_by_block": {}},
         ),
         (plan.speculate != "off" and plan.undo == "snapshot", {"undo": "record"}),
-        (plan.speculate != "off", {"speculate": "off"}),
+        *(
+            (plan.speculate != "off" and n < (plan.undo_buckets or cut), {"undo_buckets": n})
+            for n in (cut // 2, cut // 4)
+        ),
+        (plan.speculate != "off", {"speculate": "off", "undo_buckets": None}),
         ("gpu" in (plan.cast_down, plan.cast_up), {"cast_down": "fused", "cast_up": "fused"}),
         (
             plan.master == "plain" and any(b.dtype == "bfloat16" for b in profile.blocks),

@@ -120,6 +120,9 @@ class BucketCost:
     down_bytes: int
     up_bytes: int
     adam_bytes: int
+    """Of a step that is not recorded."""
+    undo_bytes: int
+    """Of its undo record or snapshot, where the bucket has one."""
     cast_down_bytes: int
     """Of a separate pass before Adam; 0 without one."""
     cast_up_bytes: int
@@ -142,16 +145,17 @@ def bucket_cost(plan: Plan, dtype: str, *, flow: bool = False) -> BucketCost:
     upload copy in the same pass (2). Where the GPU casts, and for fp32 weights, the master itself goes up.
     """
     item = DTYPE_BYTES[dtype]
-    undo = {"record": UNDO_BYTES, "snapshot": ADAM_STATE_BYTES}[plan.undo] if plan.speculate == "on" else 0
+    undo = {"record": UNDO_BYTES, "snapshot": ADAM_STATE_BYTES}[plan.undo]
     if item == 4:
-        return BucketCost(4, 4, 24 + 4 + undo, 0, 0, 12)
+        return BucketCost(4, 4, 24 + 4, undo, 0, 0, 12)
     down, up = plan.cast_down, "fused" if flow and plan.cast_up == "gpu" else plan.cast_up
     gradient = 2 if down == "fused" else 4
     copy = 2 if up == "fused" and not (plan.master == "split" and dtype == "bfloat16") else 0
     return BucketCost(
         down_bytes=down_bytes_per_param(plan, dtype),
         up_bytes=0 if flow else up_bytes_per_param(plan, dtype),
-        adam_bytes=24 + gradient + copy + undo,
+        adam_bytes=24 + gradient + copy,
+        undo_bytes=undo,
         cast_down_bytes=6 if down == "cpu" else 0,
         cast_up_bytes=6 if up == "cpu" else 0,
         gpu_pack_bytes=8 if down == "gpu" else 6,
@@ -368,16 +372,18 @@ class _Builder:
             down = self._copy("link_down", "copy_down", f"copy down of bucket {k}", size, k,
                               [packed[k], *self._fetch_held(k, size)])  # fmt: skip
             downs.append(down)
+            ahead = plan.may_undo(k)  # a step of the others is not recorded and waits for the verdict
+            adam_bytes = cost.adam_bytes + (cost.undo_bytes if ahead else 0)
             before = cost.cast_down_bytes * bucket.params / cast_rate
-            adam = cost.adam_bytes * bucket.params / rate
+            adam = adam_bytes * bucket.params / rate
             after = cost.cast_up_bytes * bucket.params / cast_rate
             whole = before + adam + after
             passes: list[tuple[Kind, float]] = [("cpu_cast", before), ("adam", adam), ("cpu_cast", after)]
             parts = tuple((kind, s / whole) for kind, s in passes if s)
             step = self.add(
                 "cpu_adam", "adam", f"Adam of bucket {k}", whole, bucket=k, parts=parts if len(parts) > 1 else (),
-                dram_bytes=float(bucket.params * (cost.adam_bytes + cost.cast_down_bytes + cost.cast_up_bytes)),
-                deps=[down] if plan.speculate == "on" else [down, verdict],
+                dram_bytes=float(bucket.params * (adam_bytes + cost.cast_down_bytes + cost.cast_up_bytes)),
+                deps=[down] if ahead else [down, verdict],
             )  # fmt: skip
             self.home[k] = [step]
             if not bucket.flow:

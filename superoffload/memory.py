@@ -176,7 +176,7 @@ def state_items(buckets: Sequence[Bucket], plan: Plan, flow_block_bytes: Sequenc
         - pinned_master
         - (FP32_BYTES - REMAINDER_BYTES) * halved,
         "float32 gradient of one bucket": 4 * max(casts, default=0),
-        f"undo {plan.undo}s": 0 if plan.speculate == "off" else sum(_undo_bytes(b, plan.undo) for b in on_cpu),
+        f"undo {plan.undo}s": sum(_undo_bytes(b, plan.undo) for b in on_cpu if plan.may_undo(b.index)),
     }
     return {"gpu": gpu, "pinned": pinned, "host": host}
 

@@ -48,6 +48,10 @@ class Plan(Record):
     """How a speculative step is taken back: `record` writes 3 bytes per parameter and lists what they cannot repair
     (3.6 B/param of host memory), `snapshot` copies master weights and moments before the step (12 B/param): exact by
     construction, never leaves a tile waiting for the verdict, what the record is tested against, and slower."""
+    undo_buckets: Annotated[int | None, Field(ge=1)] = None
+    """How many buckets, counted from the first that backward completes, a speculative step may update before the
+    verdict: only these have undo memory. The others arrive too late to be reached before it, or wait for it. None: all
+    whose state is on the CPU."""
     adam_threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads of the Adam pool."""
     activations: Activations = "full"
@@ -76,6 +80,10 @@ class Plan(Record):
     def activations_of(self, block: int) -> Activations:
         """The policy of a layer block."""
         return self.activations_by_block.get(block, self.activations)
+
+    def may_undo(self, bucket: int) -> bool:
+        """Whether a bucket of the CPU has undo memory."""
+        return self.speculate != "off" and (self.undo_buckets is None or bucket < self.undo_buckets)
 
     @classmethod
     def knobs(cls) -> tuple[str, ...]:

@@ -114,16 +114,16 @@ class _Chooser:
         if "master" not in self.given:
             plan = self._master(plan)
         alone = self.hw.shared_memory and not self.hw.gpu.peak_bf16_tflops
+        if "undo_buckets" not in self.given:
+            self.reasons["undo_buckets"] = "all: nothing is speculated"
         if alone and "speculate" not in self.given:
             plan = plan.model_copy(update={"speculate": "off"})
             self.reasons["speculate"] = "off: the CPU is the only processor here, so Adam can run under nothing"
         plan = self._casts(plan)
-        if "speculate" not in self.given and not alone and not self.room.can_fit(plan):
-            plan = plan.model_copy(update={"speculate": "off"})
-            self.reasons["speculate"] = f"off: no plan has memory left for its undo {plan.undo}s"
-            alone = True
+        if plan.speculate != "off" and not self.room.can_fit(plan):
+            plan = self._fewer_undone(plan)
         plan = self._placement(plan)
-        if "speculate" not in self.given and not alone:
+        if plan.speculate != "off":
             plan = self._speculation(plan)
         return plan.model_copy(update={"reasons": dict(self.reasons)})
 
@@ -148,6 +148,11 @@ class _Chooser:
         elif not self.room.can_fit(self.room.waiting(plan)) and self.room.can_fit(self.room.waiting(split)):
             self.reasons["master"] = (
                 f"split: no plan with a plain one fits; it saves {format_bytes(2 * half)} of host memory at most"
+            )
+            return split
+        elif plan.speculate != "off" and not self.room.can_fit(plan) and self.room.can_fit(self.room.waiting(split)):
+            self.reasons["master"] = (
+                f"split: it leaves the undo {plan.undo}s {format_bytes(2 * half)} more of host memory at most"
             )
             return split
         else:
@@ -186,8 +191,10 @@ class _Chooser:
             return plan
         total = len(graph.buckets_of(self.profile, size, plan.flow_blocks))
         whole = len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks))
-        retained = min(total, round(plan.retained_buckets * total / whole))
-        return plan.model_copy(update={"bucket_mb": size, "retained_buckets": retained})
+        changes: dict[str, Any] = {"retained_buckets": min(total, round(plan.retained_buckets * total / whole))}
+        if plan.undo_buckets is not None:
+            changes["undo_buckets"] = max(1, round(plan.undo_buckets * total / whole))
+        return plan.model_copy(update={"bucket_mb": size, **changes})
 
     def _seconds(self, plan: Plan) -> float:
         return simulator.step_seconds(self.profile, self._coarse(plan))
@@ -325,20 +332,69 @@ class _Chooser:
         )
         return plan.model_copy(update={"flow_blocks": flowing(count)})
 
+    def _fewer_undone(self, plan: Plan) -> Plan:
+        """Give undo memory to as many buckets as some plan has host memory for; wait where that is none."""
+        if "undo_buckets" in self.given:
+            return plan
+
+        def fits(n: int) -> bool:
+            return self.room.can_fit(plan.model_copy(update={"undo_buckets": n}))
+
+        total = len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks))
+        most = _first(lambda n: not fits(n), 1, total) - 1
+        if most:
+            return plan.model_copy(update={"undo_buckets": most})
+        if "speculate" not in self.given:
+            self.reasons["speculate"] = f"off: no plan has memory left for its undo {plan.undo}s"
+            return plan.model_copy(update={"speculate": "off"})
+        return plan
+
     def _speculation(self, plan: Plan) -> Plan:
-        """Speculate where that shortens a step that commits, and what undoes it fits the host's memory."""
-        waiting = plan.model_copy(update={"speculate": "off"})
+        """Speculate where that shortens a step that commits, on as few buckets as that takes: each costs host memory,
+        and one that Adam does not reach before the verdict gains nothing by it."""
+        waiting = plan.model_copy(update={"speculate": "off", "undo_buckets": None})
+        if "undo_buckets" not in self.given:
+            plan = self._undo_buckets(plan)
+        if "speculate" in self.given:
+            return plan
         ahead, behind = self._seconds(plan), self._seconds(waiting)
         size = format_bytes(ledger(self.profile, plan).total("host") - ledger(self.profile, waiting).total("host"))
         times = f"a step that commits takes {format_seconds(ahead)}, one that waits {format_seconds(behind)}"
+        why = ""
         if self.room.host_over(plan) > 0 >= self.room.host_over(waiting):
-            self.reasons["speculate"] = f"off: its undo {plan.undo}s ({size}) do not fit the host's memory; {times}"
-            return waiting
-        if behind <= ahead * GOOD_ENOUGH:
-            self.reasons["speculate"] = f"off: {times}, which is not worth undo {plan.undo}s of {size}"
-            return waiting
+            why = f"off: its undo {plan.undo}s ({size}) do not fit the host's memory; {times}"
+        elif behind <= ahead * GOOD_ENOUGH:
+            why = f"off: {times}, which is not worth undo {plan.undo}s of {size}"
+        if why:
+            self.reasons["speculate"] = why
+            if "undo_buckets" not in self.given:
+                self.reasons["undo_buckets"] = "all: nothing is speculated"
+            return waiting.model_copy(update={"undo_buckets": self.given.get("undo_buckets")})
         self.reasons["speculate"] = f"auto: {times}; the engine waits while most steps are clipped"
         return plan
+
+    def _undo_buckets(self, plan: Plan) -> Plan:
+        """The fewest buckets with undo memory that give the shortest step, within the host's memory."""
+        total = len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks)) - plan.retained_buckets
+
+        def at(n: int) -> Plan:
+            return plan.model_copy(update={"undo_buckets": n if n < total else None})
+
+        # `_fewer_undone` has shown one to fit some placement; where the chosen one has no room the caller sees it.
+        most = total if self.room.host_over(at(total)) <= 0 else _first(lambda n: self.room.host_over(at(n)) > 0,
+                                                                       1, total) - 1  # fmt: skip
+        tried = {n: self._seconds(at(n)) for n in sorted({most * k // 8 for k in range(1, 9)} - {0})}
+        if not tried:
+            self.reasons["undo_buckets"] = f"1 of {total}: the host's memory has no room for more undo {plan.undo}s"
+            return at(1)
+        n = next(n for n, s in tried.items() if s <= min(tried.values()) * GOOD_ENOUGH)
+        why = f"{'all' if n == total else n} of {total} on the CPU: a step of {format_seconds(tried[n])}"
+        fewer = max((k for k in tried if k < n), default=None)
+        why += f", {format_seconds(tried[fewer])} with {fewer}" if fewer else ""
+        why += ", more would gain less than 0.3 %" if n < most else ""
+        why += f"; host memory allows {most}" if most < total else ""
+        self.reasons["undo_buckets"] = why
+        return at(n)
 
     def _weights(self) -> int:
         return sum(b.params * DTYPE_BYTES[b.dtype] for b in self.profile.blocks)

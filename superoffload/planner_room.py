@@ -30,7 +30,9 @@ class Room:
 
     def waiting(self, plan: Plan) -> Plan:
         """`plan` without the undo records of speculation, if it may go without."""
-        return plan if "speculate" in self.given else plan.model_copy(update={"speculate": "off"})
+        return plan if "speculate" in self.given else plan.model_copy(
+            update={"speculate": "off", "undo_buckets": None}
+        )
 
     def relieving_host(self, plan: Plan) -> Plan:
         """The plan with the fewest retained buckets that leave the host's memory enough; all of them if none do."""

@@ -101,6 +101,7 @@ class Controls(W.VBox):  # type: ignore[misc]
         self.undo = W.Dropdown(
             options=[(t, v) for v, t in UNDO_TITLES.items()], description="Undo", layout=layout(), **drop
         )
+        self.undo_count = W.IntSlider(1, 1, 2, description="Undo buckets", layout=layout(), **slider)
         self.threads = W.IntSlider(1, 1, 1, description="Adam threads", layout=layout(), **slider)
         self.activations = W.Dropdown(
             options=[(t, v) for v, t in ACTIVATION_TITLES.items()], description="Activations", layout=layout(), **drop
@@ -122,6 +123,7 @@ class Controls(W.VBox):  # type: ignore[misc]
                 Knob("master", self.master, on_choose),
                 Knob("speculate", self.speculate, on_choose),
                 Knob("undo", self.undo, on_choose),
+                Knob("undo_buckets", self.undo_count, on_choose),
                 Knob("adam_threads", self.threads, on_choose),
                 Knob("activations", self.activations, on_choose),
                 Knob("micro_batch", self.batch, on_choose),
@@ -149,6 +151,8 @@ class Controls(W.VBox):  # type: ignore[misc]
             # Parsed by the callee's guard: a typing error is shown like any other error.
             self._on_edit(**{field: value})
             return
+        elif field == "undo_buckets" and value == self.undo_count.max:
+            value = None  # all, also when there are more of them some day
         self._on_edit(**{field: value})
 
     def _layers(self) -> tuple[int, ...]:
@@ -161,6 +165,7 @@ class Controls(W.VBox):  # type: ignore[misc]
         put back for a moment would swallow the next key.
         """
         s, p = self._session, self._session.plan
+        on_cpu = max(1, len(s.buckets) - p.retained_buckets)
         setters: dict[str, Callable[[], None]] = {
             "retained_buckets": lambda: _range(self.retained, p.retained_buckets, 0, len(s.buckets)),
             "bucket_mb": lambda: _options(self.bucket, BUCKET_MB, p.bucket_mb, lambda v: f"{v:g}"),
@@ -169,6 +174,7 @@ class Controls(W.VBox):  # type: ignore[misc]
             "master": lambda: _set(self.master, p.master),
             "speculate": lambda: _set(self.speculate, p.speculate),
             "undo": lambda: _set(self.undo, p.undo),
+            "undo_buckets": lambda: _range(self.undo_count, min(p.undo_buckets or on_cpu, on_cpu), 1, on_cpu),
             "adam_threads": lambda: _range(self.threads, p.adam_threads, 1, s.hardware.cpu.cores),
             "activations": self._show_activations,
             "micro_batch": lambda: _options(self.batch, MICRO_BATCHES, p.micro_batch, str),
@@ -189,6 +195,7 @@ class Controls(W.VBox):  # type: ignore[misc]
             # One screen holds what does something; these do nothing otherwise.
             for field, matters in (
                 ("undo", p.speculate != "off"),
+                ("undo_buckets", p.speculate != "off" and on_cpu > 1),
                 ("accumulate_on", p.accumulation > 1),
                 ("master", p.cast_up == "fused" and any(b.dtype == "bfloat16" for b in s.profile.blocks)),
                 ("cast_up", p.master == "plain"),

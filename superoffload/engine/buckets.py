@@ -93,7 +93,7 @@ class BucketState:
     upload_start: tuple[Any, Any] = (None, None)
     """Recorded before it; only when a trace is wanted."""
     undo: UndoMemory | None = None
-    """What takes the bucket's last speculative step back; None where the plan does not speculate."""
+    """What takes the bucket's last speculative step back; None where every step waits for its verdict."""
     sequence: int = 0
     """Last step that updates this bucket."""
 

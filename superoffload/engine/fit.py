@@ -110,10 +110,11 @@ def check_fit(
 def _nearest(plan: Plan, buckets: int, bf16: bool, account: Account) -> Plan | None:
     """A plan that fits and leaves the model as it runs: other records, casts and masters, or another place for some
     states."""
-    bases = [plan]
+    bases, few = [plan], max(1, buckets // 4)
     for applies, change in (
         (plan.speculate != "off" and plan.undo == "snapshot", {"undo": "record"}),
-        (plan.speculate != "off", {"speculate": "off"}),
+        (plan.speculate != "off" and few < (plan.undo_buckets or buckets), {"undo_buckets": few}),
+        (plan.speculate != "off", {"speculate": "off", "undo_buckets": None}),
         ("gpu" in (plan.cast_down, plan.cast_up), {"cast_down": "fused", "cast_up": "fused"}),
         (bf16 and plan.master == "plain", {"master": "split", "cast_up": "fused"}),
     ):

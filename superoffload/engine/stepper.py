@@ -223,7 +223,7 @@ class Engine:
             self.speculation.begin(self._describe(self.sequence + 1, arguments()))
 
     def _arrive(self, state: BucketState) -> None:
-        if self.speculation.open and not state.retained:
+        if self.speculation.open and state.undo is not None:
             # A graph that would read these weights once more has to fail loudly: they are about to change.
             self.weights.bump(self._params_of[state.index])
             self.speculation.arrive(state)

@@ -44,9 +44,10 @@ def tiles(layout: Bucket) -> int:
 
 
 def undo_memory(layouts: Sequence[Bucket], plan: Plan, host: HostMemory) -> dict[int, UndoMemory]:
-    """Allocate what `plan` needs to take steps of some buckets back, by bucket index; nothing where it does not
-    speculate."""
-    if plan.speculate == "off":
+    """Allocate what `plan` needs to take steps of some buckets back, by bucket index; nothing for those of which it
+    takes no step before the verdict."""
+    layouts = [b for b in layouts if plan.may_undo(b.index)]
+    if not layouts:
         return {}
     total = sum(b.numel for b in layouts)
     dtype = torch.float32 if plan.undo == "snapshot" else torch.uint8

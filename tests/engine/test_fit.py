@@ -14,6 +14,7 @@ PLANS = [
     {},
     {"speculate": "on"},
     {"speculate": "on", "undo": "snapshot"},
+    {"speculate": "on", "undo_buckets": 2, "retained_buckets": 1},
     {"retained_buckets": 5, "speculate": "off"},
     {"cast_down": "gpu", "cast_up": "gpu"},
     {"cast_down": "cpu", "cast_up": "cpu"},

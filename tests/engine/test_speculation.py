@@ -111,12 +111,13 @@ FOUND: Counter[str] = Counter()
     flow=st.sampled_from([(), (), (1,), (1, 2), (0, 1, 2, 3)]),
     prefetch=st.integers(1, 3),
     master=st.sampled_from(["plain", "split"]),
+    undo_buckets=st.sampled_from([None, None, 1, 3]),
     delay_us=st.sampled_from([0, 0, 200, 1000]),
     sleeps=st.sampled_from([0, 1, 2]),
 )
 def any_pattern(
     name, kinds, speculate, bucket_mb, retained, down, up, threads, accumulation, hint, on, undo, flow, prefetch,
-    master, delay_us, sleeps
+    master, undo_buckets, delay_us, sleeps
 ):  # fmt: skip
     with OffloadAdamW(MODELS[name](), bucket_mb=bucket_mb, flow_blocks=flow) as probe:
         count = len(probe.engine.arenas.buckets)
@@ -125,11 +126,13 @@ def any_pattern(
         name, steps, accumulation, hint=hint, delay_us=delay_us, sleeps=sleeps, speculate=speculate,
         bucket_mb=bucket_mb, retained_buckets=round(retained * count), cast_down=down,
         cast_up="fused" if master == "split" else up, adam_threads=threads, accumulate_on=on, undo=undo,
-        flow_blocks=flow, prefetch_blocks=prefetch, master=master,
+        flow_blocks=flow, prefetch_blocks=prefetch, master=master, undo_buckets=undo_buckets,
     )  # fmt: skip
     for r in run.ledger:
         FOUND[r.verdict + (" undone" if r.undone else " kept" if r.speculated else " waited")] += 1
         FOUND["waiting tiles"] += r.waiting_tiles
+        assert undo_buckets is None or r.speculated <= undo_buckets
+        FOUND["undone of few"] += r.undone if undo_buckets else 0
         FOUND["in part"] += 0 < r.speculated < count
         FOUND["flow undone"] += r.undone if flow else 0
         FOUND["split undone"] += r.undone if master == "split" and name != "float32" else 0
@@ -139,8 +142,20 @@ def any_pattern(
 def test_any_pattern_under_any_plan():
     settings(max_examples=40, deadline=None, derandomize=True)(any_pattern)()
     for what in ("commit kept", "clip undone", "skip undone", "clip waited", "skip waited", "waiting tiles", "in part",
-                 "flow undone", "split undone"):  # fmt: skip
+                 "flow undone", "split undone", "undone of few"):  # fmt: skip
         assert FOUND[what], f"no example had: {what}"
+
+
+@pytest.mark.parametrize("undo", ["record", "snapshot"])
+@pytest.mark.parametrize("few", [1, 4])
+def test_only_the_first_buckets_have_undo_memory(few, undo):
+    """They are the only ones taken before the verdict, all of them; and the bits are the same."""
+    run = same("bfloat16", EVERY_KIND, speculate="on", bucket_mb=0.05, lockstep=True, undo=undo, undo_buckets=few)
+    commits = [r for r in run.ledger[1:] if r.verdict == "commit"]
+    assert {r.speculated for r in commits} == {few}
+    assert {r.undone for r in run.ledger if r.verdict != "commit"} - {0}, "nothing was taken back"
+    with OffloadAdamW(MODELS["bfloat16"](), bucket_mb=0.05, speculate="on", undo=undo, undo_buckets=few) as opt:
+        assert [b.undo is not None for b in opt.engine.arenas.buckets[: few + 1]] == [True] * few + [False]
 
 
 @pytest.mark.parametrize("retained", [3, 9])

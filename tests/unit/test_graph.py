@@ -94,6 +94,16 @@ def test_adam_waits_for_the_verdict_only_without_speculation(tiny: ModuleType) -
             assert sorted(g.ops[d].kind for d in op.deps) == kinds
 
 
+def test_only_buckets_with_undo_memory_run_before_the_verdict(tiny: ModuleType) -> None:
+    built = graph.build(tiny.profile(tiny.hardware()), tiny.plan(speculate="on", undo_buckets=1))
+    verdict = next(op.index for op in built.ops if op.lane == "validator")
+    first, *others = sorted((op for op in built.ops if op.kind == "adam"), key=lambda op: op.bucket)
+    assert others and verdict not in first.deps and all(verdict in op.deps for op in others)
+    written = graph.bucket_cost(tiny.plan(), built.buckets[0].dtype).undo_bytes
+    per_param = [op.dram_bytes / built.buckets[op.bucket].params for op in (first, others[0])]
+    assert per_param[0] - per_param[1] == pytest.approx(written)
+
+
 def test_only_the_last_micro_batch_completes_buckets(tiny: ModuleType) -> None:
     g = graph.build(tiny.profile(tiny.hardware(), layers=2), tiny.plan(accumulation=3))
     assert len(by_kind(g, "backward")) == 6

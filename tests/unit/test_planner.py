@@ -46,7 +46,7 @@ def test_all_given_is_kept_as_given(bench: Profile) -> None:
         "bucket_mb": 128.0, "retained_buckets": 3, "flow_blocks": (2, 5), "prefetch_blocks": 2, "cast_down": "cpu",
         "cast_up": "gpu", "speculate": "on", "adam_threads": 5, "activations": "full", "micro_batch": 2,
         "seq_len": 1024, "accumulation": 2, "accumulate_on": "cpu", "undo": "snapshot", "master": "plain",
-        "activations_by_block": {4: "none"},
+        "activations_by_block": {4: "none"}, "undo_buckets": 4,
     }  # fmt: skip
     assert make_plan(bench, **values) == Plan.model_validate(values)
 
@@ -177,15 +177,18 @@ def test_where_snapshots_do_not_fit_records_are_nearest(tiny: ModuleType, specul
     assert nearest_fit(profile, asked) == asked.model_copy(update={"undo": "record"})
 
 
+@pytest.mark.parametrize(("room", "nearest"), [(1.0, {"undo_buckets": 2}), (0.4, {"speculate": "off"})])
 @pytest.mark.parametrize("speculate", ["on", "auto"])
-def test_where_records_do_not_fit_waiting_is_nearest(tiny: ModuleType, speculate: str) -> None:
+def test_where_records_do_not_fit_fewer_or_none_are_nearest(
+    tiny: ModuleType, speculate: str, room: float, nearest: dict[str, object]
+) -> None:
     """`auto` allocates records too, so giving them up is a way out for it as well."""
     asked = tiny.plan(speculate=speculate, activations="full")
-    host = (HOST_RESERVE_BYTES + 8 * tiny.BUCKET_PARAMS * (16 + 1)) / GB
+    host = (HOST_RESERVE_BYTES + 8 * tiny.BUCKET_PARAMS * (16 + room)) / GB
     gpu = ledger(tiny.profile(tiny.hardware(), layers=8), asked).total("gpu") / GB
     profile = tiny.profile(tiny.hardware(host_gb=host, gpu_gb=gpu), layers=8)
     assert not ledger(profile, asked).fits
-    assert nearest_fit(profile, asked) == asked.model_copy(update={"speculate": "off"})
+    assert nearest_fit(profile, asked) == asked.model_copy(update=nearest)
 
 
 def test_a_plan_that_does_not_fit_names_the_largest_item_and_the_nearest_that_fits() -> None:
@@ -239,15 +242,19 @@ def large(layers: int, *, gpu_gb: float, host_gb: float, **shape: int) -> Profil
 
 
 def test_what_gives_way_as_memory_runs_out() -> None:
-    """First speculation's records, then the plain master; weights flow where their state lies on the host."""
+    """First the plain master, then speculation's records bucket by bucket; weights flow where their state lies on the
+    host."""
     roomy = make_plan(large(36, gpu_gb=146, host_gb=260))
     assert (roomy.speculate, roomy.master, roomy.flow_blocks) == ("auto", "plain", ())
-    waiting = make_plan(large(50, gpu_gb=149, host_gb=131))
-    assert (waiting.speculate, waiting.master) == ("off", "plain")
-    assert "no plan has memory left" in waiting.reasons["speculate"]
-    profile = large(54, gpu_gb=148.5, host_gb=133)
+    profile = large(50, gpu_gb=149, host_gb=131)
+    few = make_plan(profile)
+    assert (few.speculate, few.master) == ("auto", "split")
+    assert "leaves the undo records" in few.reasons["master"] and "on the CPU: a step of" in few.reasons["undo_buckets"]
+    assert few.undo_buckets is not None and ledger(profile, few).fits
+    profile = large(54, gpu_gb=148.5, host_gb=124.93)
     split = make_plan(profile)
     assert (split.speculate, split.master, split.cast_up) == ("off", "split", "fused")
+    assert "no plan has memory left" in split.reasons["speculate"] and "nothing" in split.reasons["undo_buckets"]
     assert "no plan with a plain one fits" in split.reasons["master"]
     assert ledger(profile, split).fits
     buckets = graph.buckets_of(profile, split.bucket_mb, split.flow_blocks)
@@ -257,6 +264,21 @@ def test_what_gives_way_as_memory_runs_out() -> None:
     assert not ledger(profile, kept).fits
     with pytest.raises(DoesNotFit, match="large does not fit"):
         make_plan(large(70, gpu_gb=148.5, host_gb=133))
+
+
+def test_undo_memory_goes_to_the_buckets_that_adam_reaches() -> None:
+    """What backward gives it no time for waits for the verdict anyway."""
+    profile = estimate("llama-3-8b", micro_batch=1, seq_len=8192, hardware="h200-pcie5")
+    plan = make_plan(profile, retained_buckets=0, accumulation=4)
+    total = len(graph.buckets_of(profile, plan.bucket_mb))
+    assert plan.speculate == "auto"
+    assert plan.undo_buckets is not None and 0 < plan.undo_buckets < total
+    every = plan.model_copy(update={"undo_buckets": None})
+    assert simulator.step_seconds(profile, plan) <= simulator.step_seconds(profile, every) * planner.GOOD_ENOUGH**2
+    assert f"{plan.undo_buckets} of {total}" in plan.reasons["undo_buckets"]
+    saved = ledger(profile, every).total("host") - ledger(profile, plan).total("host")
+    assert saved > 3.5 * 16.7e6 * (total - plan.undo_buckets - 1)
+    assert make_plan(profile, speculate="off").undo_buckets is None
 
 
 def test_gradients_wait_on_the_host_where_the_gpu_has_no_room_for_them() -> None:

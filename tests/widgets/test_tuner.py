@@ -259,6 +259,12 @@ def test_knobs_that_do_nothing_are_out_of_sight(tuner: Tuner) -> None:
     tuner.controls.accumulate_on.value = "cpu"
     tuner.controls.undo.value = "snapshot"
     assert (tuner.plan.accumulate_on, tuner.plan.undo) == ("cpu", "snapshot")
+    few = tuner.controls.undo_count
+    assert few.max == len(tuner.session.buckets) - tuner.plan.retained_buckets > 1
+    few.value = 1
+    assert tuner.plan.undo_buckets == 1
+    few.value = few.max
+    assert tuner.plan.undo_buckets is None, "all, however many there will be"
 
 
 def test_auto_hands_one_knob_back(tuner: Tuner) -> None:
