@@ -25,7 +25,7 @@ DEFAULT_SEQ_LEN = 2048
 STALLS_SHOWN = 5
 VALUE_WIDTH = 6
 """Characters of the value column in the table of a plan."""
-COUNTS = ("buckets", "flow")
+COUNTS = ("buckets", "flow", "tokens")
 """`--set` keys that stand for a field of the plan: how many buckets, how many flow blocks."""
 SMALL = "smollm2-135m-instruct"
 """The pretrained model that a package carries; `model_source.SMALL`, which cannot be asked without torch."""

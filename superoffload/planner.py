@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from superoffload import graph, simulator
 from superoffload.errors import InputError, did_you_mean
-from superoffload.fitting import does_not_fit, evenly, spread_layers
+from superoffload.fitting import does_not_fit, spread_layers
 from superoffload.hardware import Hardware
 from superoffload.memory import ledger
-from superoffload.plan import ACTIVATIONS, CASTS, Activations, Cast, Plan
+from superoffload.plan import CASTS, Cast, Plan
+from superoffload.planner_pace import GOOD_ENOUGH, Pace, first
+from superoffload.planner_placement import Placement
 from superoffload.planner_room import Room
 from superoffload.profiler import Profile, rescale, retarget
-from superoffload.units import DTYPE_BYTES, FP32_BYTES, GB, MIB, format_bytes, format_seconds
+from superoffload.units import FP32_BYTES, GB, MIB, format_bytes, format_seconds
 
 MIN_BUCKETS = 16
 """A model is cut into at least this many buckets, so that links and Adam work side by side."""
-GOOD_ENOUGH = 1.003
-"""A cheaper choice wins where it costs less than 0.3 % of a step."""
-SEARCH_BUCKETS = 96
-"""Buckets in the simulations of a search; the chosen plan is simulated with its own."""
-_ALIASES = ("flow", "buckets")
+MOST_SEQUENCES = 32
+"""A micro-batch that is chosen has at most as many sequences."""
+_ALIASES = ("flow", "buckets", "tokens")
 
 
 def make_plan(profile: Profile, hardware: str | Hardware | None = None, *, check: bool = True, **knobs: Any) -> Plan:
@@ -32,7 +31,9 @@ def make_plan(profile: Profile, hardware: str | Hardware | None = None, *, check
         hardware: Plan for this machine instead of the profile's (`profiler.retarget` says what that means).
         check: Refuse a plan that does not fit into the memory.
         knobs: Any field of Plan except `reasons`. `flow` may stand for `flow_blocks`: block indices, or how many
-            layers, evenly spread. `buckets` may stand for `bucket_mb`: how many buckets the model is cut into.
+            layers, evenly spread. `buckets` may stand for `bucket_mb`: how many buckets the model is cut into. `tokens`
+            may stand for `accumulation`, or for it and `micro_batch`: tokens of a whole step, a multiple of `seq_len`;
+            without `micro_batch` the fastest is chosen.
 
     Returns:
         A plan whose `reasons` hold one sentence for each chosen field and none for those given.
@@ -44,6 +45,8 @@ def make_plan(profile: Profile, hardware: str | Hardware | None = None, *, check
     """
     if hardware is not None:
         profile = retarget(profile, hardware)
+    if knobs.get("tokens") is not None:
+        return _of_tokens(profile, dict(knobs), check=check)
     given = _given(profile, knobs)
     profile = rescale(profile, micro_batch=given.get("micro_batch"), seq_len=given.get("seq_len"))
     plan = _Chooser(profile, given).choose()
@@ -53,6 +56,44 @@ def make_plan(profile: Profile, hardware: str | Hardware | None = None, *, check
         if not account.fits:
             raise does_not_fit(profile, plan, account)
     return plan
+
+
+def _of_tokens(profile: Profile, knobs: dict[str, Any], *, check: bool) -> Plan:
+    """Choose micro-batch and accumulation of a step of so many tokens."""
+    tokens = knobs.pop("tokens")
+    if knobs.get("accumulation") is not None:
+        raise InputError("tokens and accumulation are both given", remedy="Give only tokens")
+    seq_len = knobs.get("seq_len") or profile.seq_len
+    if not isinstance(tokens, int) or tokens < 1 or tokens % seq_len:
+        raise InputError(f"tokens = {tokens!r}", expected=f"a multiple of the sequence length, {seq_len}")
+    sequences = tokens // seq_len
+    if (given := knobs.get("micro_batch")) is not None:
+        if given < 1 or sequences % given:
+            raise InputError(
+                f"tokens = {tokens} with micro_batch = {given}", expected=f"a multiple of {given} x {seq_len} tokens"
+            )
+        plan = make_plan(profile, check=check, **knobs, accumulation=sequences // given)
+        return plan.model_copy(update={"reasons": {**plan.reasons, "accumulation": f"for {tokens:,} tokens a step"}})
+    tried: dict[int, tuple[float, Plan]] = {}
+    for batch in (2**k for k in range(MOST_SEQUENCES.bit_length()) if not sequences % 2**k):
+        fields = {**knobs, "micro_batch": batch, "accumulation": sequences // batch}
+        plan = make_plan(profile, check=False, **fields)
+        sized = rescale(profile, micro_batch=batch, seq_len=seq_len)
+        if not ledger(sized, plan).fits:
+            break
+        tried[batch] = (simulator.step_seconds(sized, plan), plan)
+    if not tried:
+        return make_plan(profile, check=check, **knobs, micro_batch=1, accumulation=sequences)
+    shortest = min(seconds for seconds, _ in tried.values())
+    batch = next(b for b, (seconds, _) in tried.items() if seconds <= shortest * GOOD_ENOUGH)
+    seconds, plan = tried[batch]
+    others = ", ".join(f"{format_seconds(s)} with {b}" for b, (s, _) in tried.items() if b != batch)
+    too_large = 2 * max(tried)
+    why = f"{batch}: a step of {format_seconds(seconds)}" + (f", {others}" if others else "")
+    if too_large <= MOST_SEQUENCES and not sequences % too_large:
+        why += f"; {too_large} do not fit the memory"
+    reasons = {"micro_batch": why, "accumulation": f"{plan.accumulation}: for {tokens:,} tokens a step"}
+    return plan.model_copy(update={"reasons": {**plan.reasons, **reasons}})
 
 
 def _given(profile: Profile, knobs: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +127,7 @@ class _Chooser:
     def __init__(self, profile: Profile, given: dict[str, Any]):
         self.profile, self.given, self.hw = profile, given, profile.hardware
         self.reasons: dict[str, str] = {}
-        self.room = Room(profile, given)
+        self.room, self.pace = Room(profile, given), Pace(profile)
         self.fp32 = all(b.dtype == "float32" for b in profile.blocks)
 
     def choose(self) -> Plan:
@@ -109,8 +150,6 @@ class _Chooser:
             if name not in self.given:
                 self.reasons[name] = why
         plan = Plan(**fields)
-        if "accumulate_on" not in self.given and plan.accumulation > 1:
-            plan = self._accumulate_on(plan)
         if "master" not in self.given:
             plan = self._master(plan)
         alone = self.hw.shared_memory and not self.hw.gpu.peak_bf16_tflops
@@ -120,24 +159,19 @@ class _Chooser:
             plan = plan.model_copy(update={"speculate": "off"})
             self.reasons["speculate"] = "off: the CPU is the only processor here, so Adam can run under nothing"
         plan = self._casts(plan)
-        if plan.speculate != "off" and not self.room.can_fit(plan):
-            plan = self._fewer_undone(plan)
-        plan = self._placement(plan)
+        if plan.speculate != "off" and "undo_buckets" not in self.given:
+            plan = self._reached(plan)
+            if not self.room.can_fit(plan):
+                plan = self._fewer_undone(plan)
+        placement = Placement(self.room, self.pace, self.given)
+        plan = placement.choose(plan)
+        self.reasons.update(placement.reasons)
         if plan.speculate != "off":
             plan = self._speculation(plan)
         return plan.model_copy(update={"reasons": dict(self.reasons)})
 
-    def _accumulate_on(self, plan: Plan) -> Plan:
-        """Hold the gradients of earlier micro-batches on the host where the GPU has no room for them."""
-        there = plan.model_copy(update={"accumulate_on": "cpu"})
-        if self.room.can_fit(self.room.waiting(plan)) or not self.room.can_fit(self.room.waiting(there)):
-            return plan
-        size = format_bytes(self._weights())
-        self.reasons["accumulate_on"] = f"cpu: the GPU has no room for gradients of {size} between micro-batches"
-        return there
-
     def _master(self, plan: Plan) -> Plan:
-        """Split the master only where nothing else makes the model fit."""
+        """Split the master where the host's memory is scarce: it takes no time, but a plain one is simpler to use."""
         half = sum(b.params for b in self.profile.blocks if b.dtype == "bfloat16")
         if not half:
             self.reasons["master"] = "plain: only bfloat16 weights can be half of their master"
@@ -150,13 +184,16 @@ class _Chooser:
                 f"split: no plan with a plain one fits; it saves {format_bytes(2 * half)} of host memory at most"
             )
             return split
-        elif plan.speculate != "off" and not self.room.can_fit(plan) and self.room.can_fit(self.room.waiting(split)):
+        elif (lacking := self.room.host_over(self.room.all_on_host(plan))) > 0 and self.room.can_fit(
+            self.room.waiting(split)
+        ):
             self.reasons["master"] = (
-                f"split: it leaves the undo {plan.undo}s {format_bytes(2 * half)} more of host memory at most"
+                f"split: with a plain one the host would lack {format_bytes(lacking)} for all that may lie there, of "
+                f"which it saves {format_bytes(2 * half)} at most"
             )
             return split
         else:
-            self.reasons["master"] = "plain: the host's memory does not ask for a split one, 2 bytes per parameter less"
+            self.reasons["master"] = "plain: the host has room for all that may lie there"
         return plan
 
     def _bucket_mb(self) -> float:
@@ -184,21 +221,6 @@ class _Chooser:
         )
         return threads
 
-    def _coarse(self, plan: Plan) -> Plan:
-        """The same plan with at most SEARCH_BUCKETS buckets, for quick simulations."""
-        size = max(plan.bucket_mb, self.profile.params * FP32_BYTES / MIB / SEARCH_BUCKETS)
-        if size == plan.bucket_mb:
-            return plan
-        total = len(graph.buckets_of(self.profile, size, plan.flow_blocks))
-        whole = len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks))
-        changes: dict[str, Any] = {"retained_buckets": min(total, round(plan.retained_buckets * total / whole))}
-        if plan.undo_buckets is not None:
-            changes["undo_buckets"] = max(1, round(plan.undo_buckets * total / whole))
-        return plan.model_copy(update={"bucket_mb": size, **changes})
-
-    def _seconds(self, plan: Plan) -> float:
-        return simulator.step_seconds(self.profile, self._coarse(plan))
-
     def _casts(self, plan: Plan) -> Plan:
         for name in ("cast_down", "cast_up"):
             if name in self.given:
@@ -209,7 +231,7 @@ class _Chooser:
             if self.fp32:
                 self.reasons[name] = "fused: weights and gradients are float32, so nothing is cast"
                 continue
-            tried = {cast: self._seconds(plan.model_copy(update={name: cast})) for cast in CASTS}
+            tried = {cast: self.pace.seconds(plan.model_copy(update={name: cast})) for cast in CASTS}
             best = min(tried.values())
             order: tuple[Cast, ...] = ("fused", "gpu", "cpu")  # fewer bytes first where times are alike
             cast = next(c for c in order if tried[c] <= best * GOOD_ENOUGH)
@@ -232,116 +254,23 @@ class _Chooser:
         each = ", ".join(f"{format_seconds(getattr(times, c) * scale)} with {c}" for c in ("fused", "gpu", "cpu"))
         return f"; one bucket alone was measured to take {each}"
 
-    def _policies(self) -> tuple[Activations, ...]:
-        """Activation policies that can be chosen here, simplest first. `offload_saved` is for people: its time is
-        modelled from the link alone, and no machine has confirmed it yet."""
-        layers = [b for b in self.profile.blocks if b.kind == "layer"]
-        unknown = any(b.selective_bytes is None or b.selective_recompute_s is None for b in layers)
-        return tuple(
-            p for p in ACTIVATIONS if p != "offload_saved"
-            and not (p == "selective" and unknown) and not (p.startswith("offload") and self.hw.shared_memory)
-        )  # fmt: skip
-
-    def _placement(self, plan: Plan) -> Plan:
-        """Choose activations, flow and retained together: they compete for the GPU's memory."""
-        policies = (plan.activations,) if "activations" in self.given else self._policies()
-        found: list[tuple[float, Plan, dict[str, str]]] = []
-        slower: list[str] = []
-        for policy in policies:
-            reasons: dict[str, str] = {}
-            candidate = plan.model_copy(update={"activations": policy})
-            if found and self._gpu_seconds(candidate) >= min(f[0] for f in found):
-                slower.append(policy)
-                continue
-            candidate = self._flow(candidate, reasons)
-            candidate = self._retained(candidate, reasons)
-            candidate = self._prefetch(candidate, reasons)
-            if len(policies) == 1 or ledger(self.profile, candidate).fits:
-                found.append((self._seconds(candidate), candidate, reasons))
-        if not found:  # nothing fits: report on the policy that needs least of both memories
-            reasons = {}
-            candidate = self._flow(plan.model_copy(update={"activations": "full"}), reasons)
-            found.append((float("inf"), self._retained(candidate, reasons), reasons))
-        shortest = min(f[0] for f in found)
-        seconds, best, reasons = next(f for f in found if f[0] <= shortest * GOOD_ENOUGH)
-        self.reasons.update(reasons)
-        if "activations" not in self.given:
-            too_large = [p for p in policies if p not in slower and all(f[1].activations != p for f in found)]
-            self.reasons["activations"] = self._why_activations(best, seconds, found, slower, too_large)
-        return best
-
-    def _gpu_seconds(self, plan: Plan) -> float:
-        """What the GPU alone needs for a step: no plan with this policy is faster."""
-        return graph.build(self.profile, simulator.resolve_speculation(plan)).load("gpu")
-
-    def _why_activations(
-        self,
-        best: Plan,
-        seconds: float,
-        found: list[tuple[float, Plan, dict[str, str]]],
-        slower: Sequence[str],
-        too_large: Sequence[str],
-    ) -> str:
-        kept = sum(b.activation_bytes for b in self.profile.blocks)
-        why = f"{best.activations}: " + (f"a step of {format_seconds(seconds)}" if seconds < float("inf") else "")
-        why += " without flow blocks" if any(f[1].flow_blocks for f in found) and not best.flow_blocks else ""
-        for other, plan, _ in found:
-            if plan is not best:
-                blocks = f" and {len(plan.flow_blocks)} flow blocks" if plan.flow_blocks else ""
-                why += f", {format_seconds(other)} with {plan.activations}{blocks}"
-        if slower:
-            why += f"; {' and '.join(slower)}: the GPU alone would take as long"
-        if too_large == ["none"]:
-            why += f"; keeping everything ({format_bytes(kept)}) does not fit the memory"
-        elif too_large:
-            why += f"; does not fit the memory: {', '.join(too_large)} (everything is {format_bytes(kept)})"
-        else:
-            why += f"; everything is {format_bytes(kept)}"
-        return why.replace(": ; ", ": ")
-
-    def _flow(self, plan: Plan, reasons: dict[str, str]) -> Plan:
-        """Let as few layers flow as the GPU's memory demands."""
-        if "flow_blocks" in self.given:
-            return plan
-
-        def least_gpu(plan: Plan) -> Plan:
-            return plan if "retained_buckets" in self.given else self.room.relieving_host(plan)
-
-        least = least_gpu(plan)
-        if self.room.gpu_over(least) <= 0:
-            reasons["flow_blocks"] = f"none: weights of {format_bytes(self._weights())} fit beside the activations"
-            return plan
-        on_host, on_gpu = self.room.layers_by_state(least)
-        layers = len(on_host) + len(on_gpu)
-
-        def flowing(count: int) -> tuple[int, ...]:
-            more = count - len(on_host)
-            return evenly(on_host, count) if more <= 0 else tuple(sorted([*on_host, *evenly(on_gpu, more)]))
-
-        def over(count: int) -> int:
-            return self.room.gpu_over(least_gpu(plan.model_copy(update={"flow_blocks": flowing(count)})))
-
-        # Beyond those with state on the host each one costs host memory, which more retained ones have to make up for.
-        most = next((n for n in (len(on_host), layers) if n and over(n) <= 0), None)
-        if most is None:
-            reasons["flow_blocks"] = "none: even with all layers flowing the memory would not do"
-            return plan
-        count = _first(lambda n: over(n) <= 0, 1, most)
-        reasons["flow_blocks"] = (
-            f"{count} of {layers} layers: without them the GPU lacks {format_bytes(self.room.gpu_over(least))}"
-        )
-        return plan.model_copy(update={"flow_blocks": flowing(count)})
+    def _reached(self, plan: Plan) -> Plan:
+        """Give undo memory to no more buckets than Adam can reach before the verdict, in the longest backward."""
+        backward = sum(b.backward_s + b.forward_s for b in self.profile.blocks)
+        buckets = graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks)
+        cost = graph.bucket_cost(plan, buckets[0].dtype)
+        one = max(b.params for b in buckets) * cost.adam_bytes / (self.hw.cpu.adam_at(plan.adam_threads) * GB)
+        most = int(backward / one) + 2
+        return plan.model_copy(update={"undo_buckets": most}) if most < len(buckets) else plan
 
     def _fewer_undone(self, plan: Plan) -> Plan:
         """Give undo memory to as many buckets as some plan has host memory for; wait where that is none."""
-        if "undo_buckets" in self.given:
-            return plan
 
         def fits(n: int) -> bool:
             return self.room.can_fit(plan.model_copy(update={"undo_buckets": n}))
 
-        total = len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks))
-        most = _first(lambda n: not fits(n), 1, total) - 1
+        total = plan.undo_buckets or len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks))
+        most = first(lambda n: not fits(n), 1, total) - 1
         if most:
             return plan.model_copy(update={"undo_buckets": most})
         if "speculate" not in self.given:
@@ -357,7 +286,7 @@ class _Chooser:
             plan = self._undo_buckets(plan)
         if "speculate" in self.given:
             return plan
-        ahead, behind = self._seconds(plan), self._seconds(waiting)
+        ahead, behind = self.pace.seconds(plan), self.pace.seconds(waiting)
         size = format_bytes(ledger(self.profile, plan).total("host") - ledger(self.profile, waiting).total("host"))
         times = f"a step that commits takes {format_seconds(ahead)}, one that waits {format_seconds(behind)}"
         why = ""
@@ -381,9 +310,9 @@ class _Chooser:
             return plan.model_copy(update={"undo_buckets": n if n < total else None})
 
         # `_fewer_undone` has shown one to fit some placement; where the chosen one has no room the caller sees it.
-        most = total if self.room.host_over(at(total)) <= 0 else _first(lambda n: self.room.host_over(at(n)) > 0,
+        most = total if self.room.host_over(at(total)) <= 0 else first(lambda n: self.room.host_over(at(n)) > 0,
                                                                        1, total) - 1  # fmt: skip
-        tried = {n: self._seconds(at(n)) for n in sorted({most * k // 8 for k in range(1, 9)} - {0})}
+        tried = {n: self.pace.seconds(at(n)) for n in sorted({most * k // 8 for k in range(1, 9)} - {0})}
         if not tried:
             self.reasons["undo_buckets"] = f"1 of {total}: the host's memory has no room for more undo {plan.undo}s"
             return at(1)
@@ -395,82 +324,3 @@ class _Chooser:
         why += f"; host memory allows {most}" if most < total else ""
         self.reasons["undo_buckets"] = why
         return at(n)
-
-    def _weights(self) -> int:
-        return sum(b.params * DTYPE_BYTES[b.dtype] for b in self.profile.blocks)
-
-    def _retained(self, plan: Plan, reasons: dict[str, str]) -> Plan:
-        """Keep the fewest buckets on the GPU that leave no exposed optimizer time, within the memory of both."""
-        if "retained_buckets" in self.given:
-            return plan
-        if self.hw.shared_memory and not self.hw.gpu.peak_bf16_tflops:
-            reasons["retained_buckets"] = "0: the CPU is the only processor here"
-            return plan
-        total = len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks))
-
-        def at(n: int) -> Plan:
-            return plan.model_copy(update={"retained_buckets": n})
-
-        most = (
-            total
-            if self.room.gpu_over(at(total)) <= 0
-            else _first(lambda n: self.room.gpu_over(at(n)) > 0, 0, total) - 1
-        )
-        least = self.room.relieving_host(at(0)).retained_buckets
-        if most < 0 or least > most:
-            reasons["retained_buckets"] = "0: no number of retained buckets makes GPU and host memory fit"
-            return plan
-        known: dict[int, float] = {}
-
-        def seconds(n: int) -> float:
-            if n not in known:
-                known[n] = self._seconds(at(n))
-            return known[n]
-
-        coarse = sorted({least + (most - least) * k // 8 for k in range(9)})
-        best = min(coarse, key=seconds)
-        i = coarse.index(best)
-        low, high = coarse[max(0, i - 1)], coarse[min(len(coarse) - 1, i + 1)]
-        while high - low > 2:  # the time falls, then rises slowly with the GPU's own Adam
-            a, b = low + (high - low) // 3, high - (high - low) // 3
-            low, high = (low, b) if seconds(a) <= seconds(b) else (a, high)
-        goal = min(known.values()) * GOOD_ENOUGH
-        below = max((n for n, s in known.items() if s > goal and n < min(k for k, v in known.items() if v <= goal)),
-                    default=least - 1)  # fmt: skip
-        first = min(n for n, s in known.items() if s <= goal)
-        n = _first(lambda k: seconds(k) <= goal, below + 1, first)
-        why = f"a step of {format_seconds(seconds(n))}"
-        why += f", {format_seconds(seconds(least))} with {least}" if n > least else ""
-        why += ", more would gain less than 0.3 %" if n < most else ""
-        bound = f"; GPU memory allows {most}" if most < total else ""
-        need = f"; host memory needs at least {least}" if least else ""
-        reasons["retained_buckets"] = f"{n} of {total}: {why}{bound}{need}"
-        return at(n)
-
-    def _prefetch(self, plan: Plan, reasons: dict[str, str]) -> Plan:
-        """Fetch as few flow blocks ahead as give the shortest step."""
-        if "prefetch_blocks" in self.given:
-            return plan
-        if not plan.flow_blocks:
-            reasons["prefetch_blocks"] = "1: nothing flows"
-            return plan
-        tried: dict[int, float] = {}
-        for n in (1, 2, 3):
-            ahead = plan.model_copy(update={"prefetch_blocks": n})
-            if n == 1 or ledger(self.profile, ahead).fits:
-                tried[n] = self._seconds(ahead)
-        n = next(n for n, s in tried.items() if s <= min(tried.values()) * GOOD_ENOUGH)
-        times = ", ".join(f"{format_seconds(s)} with {k}" for k, s in tried.items() if k != n)
-        reasons["prefetch_blocks"] = f"{n}: a step of {format_seconds(tried[n])}" + (f", {times}" if times else "")
-        return plan.model_copy(update={"prefetch_blocks": n})
-
-
-def _first(test: Callable[[int], bool], low: int, high: int) -> int:
-    """Smallest n in [low, high] for which the monotone `test` holds; `high` is known to pass."""
-    while low < high:
-        middle = (low + high) // 2
-        if test(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low

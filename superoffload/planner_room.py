@@ -7,8 +7,9 @@ from typing import Any
 
 from superoffload import graph
 from superoffload.memory import ledger
-from superoffload.plan import Plan
+from superoffload.plan import Plan, Processor
 from superoffload.profiler import Profile
+from superoffload.units import DTYPE_BYTES
 
 
 class Room:
@@ -20,6 +21,8 @@ class Room:
 
     def __init__(self, profile: Profile, given: Collection[str]):
         self.profile, self.given = profile, given
+        self.weights = sum(b.params * DTYPE_BYTES[b.dtype] for b in profile.blocks)
+        """Bytes of the weights as the GPU reads them."""
 
     def frugal(self, plan: Plan) -> Plan:
         """`plan` with activations recomputed, and on the GPU only the buckets that the host has no room for, where
@@ -30,9 +33,7 @@ class Room:
 
     def waiting(self, plan: Plan) -> Plan:
         """`plan` without the undo records of speculation, if it may go without."""
-        return plan if "speculate" in self.given else plan.model_copy(
-            update={"speculate": "off", "undo_buckets": None}
-        )
+        return plan if "speculate" in self.given else plan.model_copy(update={"speculate": "off", "undo_buckets": None})
 
     def relieving_host(self, plan: Plan) -> Plan:
         """The plan with the fewest retained buckets that leave the host's memory enough; all of them if none do."""
@@ -58,6 +59,24 @@ class Room:
     def can_fit(self, plan: Plan) -> bool:
         """Whether some choice of the open fields makes the plan fit, `speculate` as it is."""
 
+        holders = self.holders(plan)
+        if len(holders) > 1:
+            return any(self._can_fit(plan.model_copy(update={"accumulate_on": h})) for h in holders)
+        return self._can_fit(plan)
+
+    def all_on_host(self, plan: Plan) -> Plan:
+        """`plan` with as much on the host as the open fields allow: states, weights, accumulated gradients."""
+        layers = tuple(i for i, b in enumerate(self.profile.blocks) if b.kind == "layer")
+        most: dict[str, Any] = {"retained_buckets": 0, "flow_blocks": layers, "accumulate_on": self.holders(plan)[-1]}
+        return plan.model_copy(update={k: v for k, v in most.items() if k not in self.given})
+
+    def holders(self, plan: Plan) -> tuple[Processor, ...]:
+        """Where gradients of earlier micro-batches may be held."""
+        if "accumulate_on" in self.given or plan.accumulation == 1 or self.profile.hardware.shared_memory:
+            return (plan.accumulate_on,)
+        return ("gpu", "cpu")
+
+    def _can_fit(self, plan: Plan) -> bool:
         def fits(flow: tuple[int, ...]) -> bool:
             frugal = self.frugal(plan.model_copy(update={"flow_blocks": flow}))
             return self.gpu_over(frugal) <= 0 and self.host_over(frugal) <= 0

@@ -1,0 +1,66 @@
+"""How long plans take, quickly: simulations for comparing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from superoffload import graph, simulator
+from superoffload.plan import Plan
+from superoffload.profiler import Profile
+from superoffload.units import FP32_BYTES, MIB
+
+GOOD_ENOUGH = 1.003
+"""A cheaper choice wins where it costs less than 0.3 % of a step."""
+SEARCH_BUCKETS = 96
+"""Buckets in the simulations of a search; the chosen plan is simulated with its own."""
+
+SEARCH_MICRO_BATCHES = 2
+"""Micro-batches that are simulated; a search takes those beyond for repetitions of one more."""
+
+
+class Pace:
+    """Answers for one profile."""
+
+    def __init__(self, profile: Profile):
+        self.profile = profile
+
+    def coarse(self, plan: Plan) -> Plan:
+        """The same plan with at most SEARCH_BUCKETS buckets, for quick simulations."""
+        size = max(plan.bucket_mb, self.profile.params * FP32_BYTES / MIB / SEARCH_BUCKETS)
+        if size == plan.bucket_mb:
+            return plan
+        total = len(graph.buckets_of(self.profile, size, plan.flow_blocks))
+        whole = len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks))
+        changes: dict[str, Any] = {"retained_buckets": min(total, round(plan.retained_buckets * total / whole))}
+        if plan.undo_buckets is not None:
+            changes["undo_buckets"] = max(1, round(plan.undo_buckets * total / whole))
+        return plan.model_copy(update={"bucket_mb": size, **changes})
+
+    def seconds(self, plan: Plan) -> float:
+        """Of a step, simulated with few buckets."""
+        plan = self.coarse(plan)
+        more = plan.accumulation - SEARCH_MICRO_BATCHES
+        if more <= 1:
+            return simulator.step_seconds(self.profile, plan)
+        # Micro-batches in the middle of a step are alike.
+        few, one_more = (
+            simulator.step_seconds(self.profile, plan.model_copy(update={"accumulation": SEARCH_MICRO_BATCHES + k}))
+            for k in (0, 1)
+        )
+        return few + more * (one_more - few)
+
+    def gpu_seconds(self, plan: Plan) -> float:
+        """What the GPU alone needs for a step: no plan with this policy is faster."""
+        return graph.build(self.profile, simulator.resolve_speculation(plan)).load("gpu")
+
+
+def first(test: Callable[[int], bool], low: int, high: int) -> int:
+    """Smallest n in [low, high] for which the monotone `test` holds; `high` is known to pass."""
+    while low < high:
+        middle = (low + high) // 2
+        if test(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
