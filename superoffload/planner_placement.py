@@ -14,8 +14,8 @@ from superoffload.planner_room import Room
 from superoffload.units import format_bytes, format_seconds
 
 WORTH_HOLDING = 1.02
-"""Where a step with gradients accumulated on the GPU takes at most 2 % longer than the GPU's work alone, holding them on
-the host is not tried."""
+"""Where a step with gradients accumulated on the GPU takes at most 2 % longer than the GPU alone would, holding them
+on the host is not tried."""
 WORTH_MIXING = 1.01
 """A policy that would save less than 1 % of a step for all layers is not tried for some."""
 Candidate = tuple[float, Plan, dict[str, str]]
