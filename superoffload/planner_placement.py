@@ -3,7 +3,8 @@ memory."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from superoffload import graph
 from superoffload.fitting import evenly
@@ -26,10 +27,10 @@ class Placement:
     """Chooses for one profile.
 
     Args:
-        given: names of the fields that the user has set, which stay as they are.
+        given: the fields that the user has set, which stay as they are.
     """
 
-    def __init__(self, room: Room, pace: Pace, given: Collection[str]):
+    def __init__(self, room: Room, pace: Pace, given: Mapping[str, Any]):
         self.room, self.pace, self.given = room, pace, given
         self.profile, self.hw = room.profile, room.profile.hardware
         self.reasons: dict[str, str] = {}

@@ -24,6 +24,7 @@ from superoffload.errors import InputError
 from superoffload.kernels import DTYPE_CODES, native
 from superoffload.kernels.split import join, split
 from superoffload.layout import NORM_CHUNK, Bucket, Segment, TensorRef, cut_buckets
+from superoffload.memory import state_items
 from superoffload.plan import Plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -185,7 +186,10 @@ class Arenas:
         self.capacity = max((b.numel for b in layouts), default=0)
         with self._start.showing([p.param for p in params]):
             weights = self._weights(layouts, device)
-        self.buckets = self._allocate(layouts, weights, device, trace)
+        items = state_items(layouts, plan, [])
+        homes = self.host.pinned_bytes + self.host.pageable_bytes
+        with self.host.showing(sum(items["pinned"].values()) + sum(items["host"].values()) - homes):
+            self.buckets = self._allocate(layouts, weights, device, trace)
 
     @property
     def cpu_buckets(self) -> list[BucketState]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -20,6 +22,11 @@ from superoffload.units import MIB, format_bytes
 
 MAPPED_BYTES = 2 * MIB
 """Tensors from a huge page on are mapped; smaller ones come from torch's allocator, wherever that puts them."""
+TOUCH_BYTES = 1024 * MIB
+"""Touched at a time, so that a bar can move."""
+SHOWN_FROM_BYTES = 8 * TOUCH_BYTES
+"""Below it nobody waits long enough to ask. A virtual machine whose memory grows as it is touched takes seconds for as
+much as that."""
 
 
 class HostMemory:
@@ -37,6 +44,21 @@ class HostMemory:
         self.bound_bytes = 0
         self.unbound_reason = ""
         """Why the last large tensor is not bound to a node; empty when all are."""
+        self._bar: Any = None
+
+    @contextlib.contextmanager
+    def showing(self, total: int) -> Iterator[None]:
+        """Show how much of `total` bytes the body has touched, on a terminal or in a notebook."""
+        if total < SHOWN_FROM_BYTES:
+            yield
+            return
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+        try:
+            with tqdm(total=total, unit="B", unit_scale=True, desc="host memory", disable=None) as self._bar:
+                yield
+        finally:
+            self._bar = None
 
     def zeros(self, n: int, dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
         """A zeroed one-dimensional tensor of `n` elements.
@@ -84,7 +106,12 @@ class HostMemory:
         else:
             self.bound_bytes += size
             self._bound.add(address)
-        code = native.first_touch(address, size, self._threads, list(self.placement.cores))
+        code = 0
+        for start in range(0, size, TOUCH_BYTES):
+            part = min(TOUCH_BYTES, size - start)
+            code = native.first_touch(address + start, part, self._threads, list(self.placement.cores)) or code
+            if self._bar is not None:
+                self._bar.update(part)
         if code:
             self.unbound_reason = f"threads cannot be bound to cores {self.placement.cores}: {os.strerror(code)}"
         return tensor

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from superoffload.engine import arguments
+from superoffload.engine import OffloadAdamW, arguments, host_memory
 from superoffload.engine import placement as module
 from superoffload.engine.host_memory import MAPPED_BYTES, HostMemory
 from superoffload.engine.placement import Placement, bind_pages, callers_cores, choose_placement, gpu_address, place
 from superoffload.kernels import native
 from superoffload.topology import Node, Topology, read_topology
+from tests.engine.common import llama
 
 GH200 = Topology((Node(0, tuple(range(72)), 513 * 10**9, (10, 80)), Node(1, (), 99 * 10**9, (80, 10))))
 DUAL = Topology((Node(0, tuple(range(16)), 10**11, (10, 21)), Node(1, tuple(range(16, 32)), 10**11, (21, 10))))
@@ -138,3 +140,43 @@ def test_host_memory_accounts_exactly_and_outlives_its_owner() -> None:
     del host
     huge.fill_(1.0)
     assert float(huge.sum()) == 4 * ELEMENTS
+
+
+def test_touching_much_memory_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, the last one smaller; nothing is shown for little memory, or once the body has ended."""
+    import tqdm.auto
+
+    bars: list[tuple[int, list[int]]] = []
+
+    class Bar:
+        def __init__(self, *, total: int, **_: object):
+            bars.append((total, []))
+
+        def update(self, n: int) -> None:
+            bars[-1][1].append(n)
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(tqdm.auto, "tqdm", Bar)
+    host = HostMemory(can_pin=False, threads=2)
+    with host.showing(host_memory.SHOWN_FROM_BYTES - 1):
+        host.zeros(ELEMENTS, torch.float32)
+    assert not bars
+    monkeypatch.setattr(host_memory, "TOUCH_BYTES", 4 * 2**20)
+    with host.showing(host_memory.SHOWN_FROM_BYTES):
+        tensor = host.zeros(10 * 2**20 // 4, torch.float32)
+    host.zeros(ELEMENTS, torch.float32)
+    assert bars == [(host_memory.SHOWN_FROM_BYTES, [4 * 2**20, 4 * 2**20, 2 * 2**20])]
+    assert not tensor.any()
+
+
+def test_an_optimizer_says_how_much_host_memory_it_is_about_to_touch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(HostMemory, "showing", lambda self, total: asked.append(total) or contextlib.nullcontext())
+    with OffloadAdamW(llama(), bucket_mb=0.1, flow_blocks=(1,), speculate="on") as opt:
+        homes = sum(b.weights.nbytes for b in opt.engine.arenas.buckets if b.flow)
+        touched = opt.engine.arenas.host.pageable_bytes - homes
+    assert len(asked) == 1 and asked[0] == pytest.approx(touched, rel=2e-3)
