@@ -8,10 +8,10 @@
 
 The model is built without weights and filled at random where it is trained. Bytes on the GPU are the allocator's peak,
 on the host the kernel's own figure for the process (VmHWM) and the pinned bytes that the driver was asked for.
-`--gpu-gb` also caps the allocator, so that a plan that needs more fails. A list in `--tokens`, `--layers`, `--gpu-gb` or
-`--seq` makes runs, each in a process of its own. With the limit in the same run, each row of the engine says how much of
-the bound it reaches: of the longest of (micro-batches x limit, CPU Adam, link down, link up, host memory), the latter
-four at the rates of the probe.
+`--gpu-gb` also caps the allocator, so that a plan that needs more fails. A list in `--tokens`, `--layers`, `--gpu-gb`
+or `--seq` makes runs, each in a process of its own. With the limit in the same run, each row of the engine says how
+much of the bound it reaches: of the longest of (micro-batches x limit, CPU Adam, link down, link up, host memory), the
+latter four at the rates of the probe.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def with_bound(row: dict[str, Any], limit: dict[str, Any] | None) -> dict[str, A
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| kind | model | tokens | GPU GB allowed | step s (modelled) | bound s | of bound | tokens/s | MFU | "
-             "GPU GB (modelled) | host GB (modelled) | pinned GB (modelled) |", "|" + "---|" * 12]  # fmt: skip
+    head = ("kind", "model", "tokens", "GPU GB allowed", "step s (modelled)", "bound s", "of bound", "tokens/s", "MFU",
+            "GPU GB (modelled)", "host GB (modelled)", "pinned GB (modelled)")  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in rows:
         m, p = r.get("measured", {}), r.get("predicted", {})
         cells = [r["kind"], r.get("model", r["layers"]), r["tokens"], r["gpu_gb_allowed"]]
