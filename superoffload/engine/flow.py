@@ -240,8 +240,8 @@ class Flow:
         )
 
     def restore(self) -> None:
-        """Give every parameter ordinary memory again, on the device where there is room. The worker has ended and the
-        device is idle."""
+        """Give every parameter ordinary memory again, on the device where there is room; the others stay at home, which
+        takes no memory besides. The worker has ended and the device is idle."""
         self.forget()
         # A graph that saved views of a slot must not be walked any more.
         torch.autograd.graph.increment_version([p.param for f in self._order for p in f.params])
@@ -252,7 +252,7 @@ class Flow:
                     p.point_to(p.home.to(self._device.device, copy=True))
                 except torch.cuda.OutOfMemoryError:
                     left += p.numel * p.param.element_size()
-                    p.point_to(p.home.clone())
+                    p.point_to(p.home)
                 p.home = p.home_on_device = torch.empty(0)
         if left:
             warnings.warn(

@@ -587,6 +587,26 @@ def test_an_edit_that_is_rejected_is_gone():
     assert results[0] == results[1]
 
 
+def test_weights_that_do_not_fit_the_gpu_at_the_end_stay_at_home(monkeypatch):
+    """In the memory where they lie: a copy might be what ends the process."""
+    model, data = llama(), batches(1)
+    opt = OffloadAdamW(model, bucket_mb=0.1, flow_blocks=(1, 2))
+    train(model, opt, data)
+    opt.synchronize()
+    flowing = [p for p in opt.engine.params if p.block in (1, 2)]
+    homes, values = [p.home.data_ptr() for p in flowing], [p.home.clone() for p in flowing]
+
+    def full(*_, **__):
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="did not fit the GPU's memory"):
+        patch.setattr(torch.Tensor, "to", full)
+        opt.close()
+    assert [p.param.data_ptr() for p in flowing] == homes
+    assert all(torch.equal(p.param, v) for p, v in zip(flowing, values, strict=True))
+    model(input_ids=data[0], labels=data[0]).loss.backward()
+
+
 def test_a_closed_optimizer_holds_no_home():
     model = deep()
     opt = make(model, flow_blocks=(1, 2, 3, 4))
