@@ -38,15 +38,15 @@ class InsteadOfLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HARMLESS:
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise _unfit(f"something is done to the logits on their way to the loss ({getattr(func, '__name__', func)})")
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "<no logits: the head has computed the loss in chunks>"
 
 
 _HARMLESS = {
-    Tensor.float, Tensor.contiguous, Tensor.to, Tensor.register_hook,
+    Tensor.float, Tensor.contiguous, Tensor.to, Tensor.register_hook, Tensor.view_as,
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "device", "dtype", "is_leaf")),
 }  # fmt: skip
 

@@ -76,7 +76,7 @@ def chunked_cross_entropy(
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
     settings = (chunks, ignore_index, denominator, float(loss_scale))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
-        return _ChunkedCrossEntropy.apply(rows, weight, bias, targets, settings)  # type: ignore[no-any-return]
+        return _ChunkedCrossEntropy.apply(rows, weight, bias, targets, settings)  # type: ignore[no-any-return,no-untyped-call]
     with torch.no_grad():
         return _in_chunks(rows, weight, bias, targets, settings, (False, False, False))[0]
 
@@ -144,6 +144,7 @@ def _in_chunks(
             del logits
             total -= p.gather(1, target).masked_fill_(~counts[first:end, None], 0).sum()
             if not any(wanted):
+                del p  # not beside the next chunk's
                 continue
             p.exp_().mul_(share[first:end])
             p.scatter_(1, target, p.gather(1, target) - share[first:end])

@@ -1,6 +1,5 @@
 """Cross-entropy in chunks: the loss and gradients of the whole, at a fraction of its memory."""
 
-import contextlib
 import copy
 import gc
 import pickle
@@ -104,7 +103,8 @@ def test_gradients_are_those_of_the_exact_loss(dtype, denominator, chunks):
 @given(
     tokens=st.integers(0, 40), classes=st.integers(1, 30), chunks=st.integers(1, 50), seed=st.integers(0, 1000),
     ignored=st.sampled_from([0.0, 0.3, 1.0]), denominator=st.sampled_from([None, 1.0, 12]),
-    wanted=st.lists(st.booleans(), min_size=3, max_size=3), biased=st.booleans(), factor=st.sampled_from([1.0, 0.3, -2.0]),
+    wanted=st.lists(st.booleans(), min_size=3, max_size=3), biased=st.booleans(),
+    factor=st.sampled_from([1.0, 0.3, -2.0]),
 )  # fmt: skip
 def test_any_sizes(tokens, classes, chunks, seed, ignored, denominator, wanted, biased, factor):
     tensors, labels = problem(tokens, 5, classes, torch.float64, ignored, seed)
@@ -300,8 +300,12 @@ def test_a_label_out_of_range_raises():
             chunked_cross_entropy(hidden, weight, labels, chunks=2)
 
 
-def peak(function):
-    with Watch(nn.Module()) as watch:
+def peak(function, *there):
+    """Bytes that `function` makes beside the tensors that are `there`."""
+    holder = nn.Module()
+    for i, t in enumerate(there):
+        holder.register_buffer(f"t{i}", t.detach())
+    with Watch(holder) as watch:
         kept = function()
         gc.collect()
     del kept
@@ -317,11 +321,13 @@ def test_one_chunks_logits_at_a_time(dtype):
     (hidden, weight, _), labels = problem(tokens, width, classes, dtype)
     item = hidden.element_size()
     for chunks in (1, 4, 16):
-        used = peak(lambda n=chunks: chunked_cross_entropy(hidden, weight, labels, chunks=n))
+        used = peak(lambda n=chunks: chunked_cross_entropy(hidden, weight, labels, chunks=n), hidden, weight, labels)
         counted = CHUNK_LOGIT_BYTES * tokens * classes // chunks + (tokens + classes) * width * item
         assert counted <= used <= counted + 64 * tokens
         with torch.no_grad():
-            used = peak(lambda n=chunks: chunked_cross_entropy(hidden, weight, labels, chunks=n))
+            used = peak(
+                lambda n=chunks: chunked_cross_entropy(hidden, weight, labels, chunks=n), hidden, weight, labels
+            )
         assert used <= CHUNK_LOGIT_BYTES * tokens * classes // chunks + 64 * tokens
 
 
@@ -583,7 +589,8 @@ def test_a_model_that_changes_labels_or_loss_settings_is_refused():
             logits = self.lm_head(hidden)
             changes = {
                 "labels": {"labels": labels + 1}, "num_items_in_batch": {"num_items_in_batch": 5},
-                "ignore_index": {"ignore_index": 3}, "classes": {"vocab_size": 10}, "": {}, "equal": {"labels": labels.clone()},
+                "ignore_index": {"ignore_index": 3}, "classes": {"vocab_size": 10}, "": {},
+                "equal": {"labels": labels.clone()},
                 "returned": {"logits": self.lm_head(hidden)}, "no logits": {"logits": None},
             }  # fmt: skip
             if self.what == "did not reach":
@@ -700,10 +707,10 @@ def test_close_restores_the_model():
         assert m.__dict__.keys() == before[name].keys(), name
     assert model.loss_function is loss
     assert model(input_ids=x, labels=x).logits is not None
-    mine = model.loss_function = lambda **kwargs: loss(**kwargs)
-    with pytest.raises(NotSupported, match="<lambda>"):
-        opened(model)
-    assert model.loss_function is mine
+    model.loss_function = loss  # the same, by the owner's hand
+    with opened(model):
+        assert model.loss_function is not loss
+    assert model.__dict__["_loss_function"] is loss
 
 
 def test_a_loss_function_set_over_ours_stays_and_ours_does_nothing_after_close():
@@ -765,7 +772,7 @@ def test_the_whole_model_in_a_checkpoint(reentrant):
                 embedded = model.model.embed_tokens(x).detach().requires_grad_()
 
                 def loss(e):
-                    return model(inputs_embeds=e, labels=x).loss  # noqa: B023
+                    return model(inputs_embeds=e, labels=x).loss
 
                 (checkpoint(loss, embedded, use_reentrant=reentrant) if wrap else loss(embedded)).backward()
                 opt.step()
@@ -812,7 +819,7 @@ def test_nothing_is_kept_of_the_logits():
     used = {}
     for chunks in (1, 2, 8):
         with opened(model, loss_chunks=chunks, speculate="off") as opt, opt.no_sync():
-            used[chunks] = peak(step)
+            used[chunks] = peak(step, *model.parameters())
             opt.zero_grad()
     assert used[1] > 2 * logits
     assert used[2] < used[1] - 0.9 * logits
@@ -823,9 +830,7 @@ def test_the_stand_in_says_what_it_is():
     loss = torch.ones(()).as_subclass(InsteadOfLogits)
     assert "no logits" in repr(loss)
     for use in (lambda t: t + 1, lambda t: 2 * t, lambda t: t[0], lambda t: t.shape, lambda t: t.argmax(-1), torch.tanh,
-                lambda t: t.mul_(2), lambda t: t.view(-1), lambda t: float(t)):  # fmt: skip
+                lambda t: t.mul_(2), lambda t: t.view(-1), float):  # fmt: skip
         with pytest.raises(NotSupported, match="loss_chunks=1"):
             use(loss)
     assert loss.float().contiguous().to("cpu").dtype == torch.float32
-    with contextlib.suppress(ImportError):
-        assert torch.is_tensor(loss)
