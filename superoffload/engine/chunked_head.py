@@ -119,11 +119,13 @@ class ChunkedHead:
         self._linear = weakref.ref(head.linear)
         self._model = weakref.ref(head.model)
         self._call: _Call | None = None
+        # These read addresses and cannot be traced; the model around them can.
+        self._make, in_loss = torch.compiler.disable(self._make_loss), torch.compiler.disable(self._in_loss)
         self._forwards = [BlockForward(head.model, self._in_model), BlockForward(head.linear, self._in_head)]
         for module, forward in zip(head, self._forwards, strict=True):
             module.__dict__["forward"] = forward
         self._before = {k: v for k, v in head.model.__dict__.items() if k == "_loss_function"}
-        self._loss = LossFunction(head.model.loss_function, self._in_loss)  # type: ignore[arg-type]
+        self._loss = LossFunction(head.model.loss_function, in_loss)  # type: ignore[arg-type]
         head.model.loss_function = self._loss  # type: ignore[assignment]
 
     def remove(self) -> None:
@@ -164,6 +166,9 @@ class ChunkedHead:
                      given.get("ignore_index", IGNORE_INDEX), len(linear.weight))  # fmt: skip
 
     def _in_head(self, inner: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._make(inner, args, kwargs, traced=torch.compiler.is_compiling())
+
+    def _make_loss(self, inner: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], *, traced: bool) -> Any:
         call, linear = self._call, self._linear()
         assert linear is not None
         if call is None or call.address is not None or kwargs or len(args) != 1:
@@ -180,7 +185,8 @@ class ChunkedHead:
             ignore_index=call.ignore_index, denominator=call.num_items_in_batch, loss_scale=self._loss_scale(),
         )  # fmt: skip
         call.address = loss.data_ptr()
-        return loss.as_subclass(InsteadOfLogits)
+        # The compiler looks at whatever a graph is given, so there the loss itself goes on.
+        return loss if traced else loss.as_subclass(InsteadOfLogits)
 
     def _in_loss(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call
