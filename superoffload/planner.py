@@ -10,9 +10,10 @@ from superoffload.fitting import does_not_fit, spread_layers
 from superoffload.hardware import Hardware
 from superoffload.memory import ledger
 from superoffload.plan import CASTS, Cast, Plan
-from superoffload.planner_pace import GOOD_ENOUGH, Pace, first
-from superoffload.planner_placement import Placement
+from superoffload.planner_loss import place
+from superoffload.planner_pace import GOOD_ENOUGH, Pace
 from superoffload.planner_room import Room
+from superoffload.planner_speculation import SpeculationChoice
 from superoffload.profiler import Profile, rescale, retarget
 from superoffload.units import FP32_BYTES, GB, MIB, format_bytes, format_seconds
 
@@ -20,6 +21,8 @@ MIN_BUCKETS = 16
 """A model is cut into at least this many buckets, so that links and Adam work side by side."""
 MOST_SEQUENCES = 32
 """A micro-batch that is chosen has at most as many sequences."""
+HOPELESS = 1.05
+"""Once a larger micro-batch takes 5 % longer than a smaller one, a still larger one is not tried."""
 _ALIASES = ("flow", "buckets", "tokens")
 
 
@@ -82,6 +85,8 @@ def _of_tokens(profile: Profile, knobs: dict[str, Any], *, check: bool) -> Plan:
         if not ledger(sized, plan).fits:
             break
         tried[batch] = (simulator.step_seconds(sized, plan), plan)
+        if tried[batch][0] > HOPELESS * min(seconds for seconds, _ in tried.values()):
+            break
     if not tried:
         return make_plan(profile, check=check, **knobs, micro_batch=1, accumulation=sequences)
     shortest = min(seconds for seconds, _ in tried.values())
@@ -89,8 +94,9 @@ def _of_tokens(profile: Profile, knobs: dict[str, Any], *, check: bool) -> Plan:
     seconds, plan = tried[batch]
     others = ", ".join(f"{format_seconds(s)} with {b}" for b, (s, _) in tried.items() if b != batch)
     too_large = 2 * max(tried)
+    stopped = tried[max(tried)][0] > HOPELESS * shortest
     why = f"{batch}: a step of {format_seconds(seconds)}" + (f", {others}" if others else "")
-    if too_large <= MOST_SEQUENCES and not sequences % too_large:
+    if not stopped and too_large <= MOST_SEQUENCES and not sequences % too_large:
         why += f"; {too_large} do not fit the memory"
     reasons = {"micro_batch": why, "accumulation": f"{plan.accumulation}: for {tokens:,} tokens a step"}
     return plan.model_copy(update={"reasons": {**plan.reasons, **reasons}})
@@ -153,22 +159,15 @@ class _Chooser:
         if "master" not in self.given:
             plan = self._master(plan)
         alone = self.hw.shared_memory and not self.hw.gpu.peak_bf16_tflops
-        if "undo_buckets" not in self.given:
-            self.reasons["undo_buckets"] = "all: nothing is speculated"
         if alone and "speculate" not in self.given:
             plan = plan.model_copy(update={"speculate": "off"})
             self.reasons["speculate"] = "off: the CPU is the only processor here, so Adam can run under nothing"
         plan = self._casts(plan)
-        if plan.speculate != "off" and "undo_buckets" not in self.given:
-            plan = self._reached(plan)
-            if not self.room.can_fit(plan):
-                plan = self._fewer_undone(plan)
-        placement = Placement(self.room, self.pace, self.given)
-        plan = placement.choose(plan)
-        self.reasons.update(placement.reasons)
-        if plan.speculate != "off":
-            plan = self._speculation(plan)
-        return plan.model_copy(update={"reasons": dict(self.reasons)})
+        speculation = SpeculationChoice(self.room, self.pace, self.given)
+        plan = speculation.before_placement(plan)
+        plan, placed = place(self.room, self.pace, self.given, plan)
+        plan = speculation.after_placement(plan)
+        return plan.model_copy(update={"reasons": {**self.reasons, **placed, **speculation.reasons}})
 
     def _master(self, plan: Plan) -> Plan:
         """Split the master where the host's memory is scarce: it takes no time, but a plain one is simpler to use."""
@@ -253,74 +252,3 @@ class _Chooser:
         times, scale = (casts.down if name == "cast_down" else casts.up), casts.bucket_params / 1e9
         each = ", ".join(f"{format_seconds(getattr(times, c) * scale)} with {c}" for c in ("fused", "gpu", "cpu"))
         return f"; one bucket alone was measured to take {each}"
-
-    def _reached(self, plan: Plan) -> Plan:
-        """Give undo memory to no more buckets than Adam can reach before the verdict, in the longest backward."""
-        backward = sum(b.backward_s + b.forward_s for b in self.profile.blocks)
-        buckets = graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks)
-        cost = graph.bucket_cost(plan, buckets[0].dtype)
-        one = max(b.params for b in buckets) * cost.adam_bytes / (self.hw.cpu.adam_at(plan.adam_threads) * GB)
-        most = int(backward / one) + 2
-        return plan.model_copy(update={"undo_buckets": most}) if most < len(buckets) else plan
-
-    def _fewer_undone(self, plan: Plan) -> Plan:
-        """Give undo memory to as many buckets as some plan has host memory for; wait where that is none."""
-
-        def fits(n: int) -> bool:
-            return self.room.can_fit(plan.model_copy(update={"undo_buckets": n}))
-
-        total = plan.undo_buckets or len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks))
-        most = first(lambda n: not fits(n), 1, total) - 1
-        if most:
-            return plan.model_copy(update={"undo_buckets": most})
-        if "speculate" not in self.given:
-            self.reasons["speculate"] = f"off: no plan has memory left for its undo {plan.undo}s"
-            return plan.model_copy(update={"speculate": "off"})
-        return plan
-
-    def _speculation(self, plan: Plan) -> Plan:
-        """Speculate where that shortens a step that commits, on as few buckets as that takes: each costs host memory,
-        and one that Adam does not reach before the verdict gains nothing by it."""
-        waiting = plan.model_copy(update={"speculate": "off", "undo_buckets": None})
-        if "undo_buckets" not in self.given:
-            plan = self._undo_buckets(plan)
-        if "speculate" in self.given:
-            return plan
-        ahead, behind = self.pace.seconds(plan), self.pace.seconds(waiting)
-        size = format_bytes(ledger(self.profile, plan).total("host") - ledger(self.profile, waiting).total("host"))
-        times = f"a step that commits takes {format_seconds(ahead)}, one that waits {format_seconds(behind)}"
-        why = ""
-        if self.room.host_over(plan) > 0 >= self.room.host_over(waiting):
-            why = f"off: its undo {plan.undo}s ({size}) do not fit the host's memory; {times}"
-        elif behind <= ahead * GOOD_ENOUGH:
-            why = f"off: {times}, which is not worth undo {plan.undo}s of {size}"
-        if why:
-            self.reasons["speculate"] = why
-            if "undo_buckets" not in self.given:
-                self.reasons["undo_buckets"] = "all: nothing is speculated"
-            return waiting.model_copy(update={"undo_buckets": self.given.get("undo_buckets")})
-        self.reasons["speculate"] = f"auto: {times}; the engine waits while most steps are clipped"
-        return plan
-
-    def _undo_buckets(self, plan: Plan) -> Plan:
-        """The fewest buckets with undo memory that give the shortest step, within the host's memory."""
-        total = len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks)) - plan.retained_buckets
-
-        def at(n: int) -> Plan:
-            return plan.model_copy(update={"undo_buckets": n if n < total else None})
-
-        # `_fewer_undone` has shown one to fit some placement; where the chosen one has no room the caller sees it.
-        most = total if self.room.host_over(at(total)) <= 0 else first(lambda n: self.room.host_over(at(n)) > 0,
-                                                                       1, total) - 1  # fmt: skip
-        tried = {n: self.pace.seconds(at(n)) for n in sorted({most * k // 8 for k in range(1, 9)} - {0})}
-        if not tried:
-            self.reasons["undo_buckets"] = f"1 of {total}: the host's memory has no room for more undo {plan.undo}s"
-            return at(1)
-        n = next(n for n, s in tried.items() if s <= min(tried.values()) * GOOD_ENOUGH)
-        why = f"{'all' if n == total else n} of {total} on the CPU: a step of {format_seconds(tried[n])}"
-        fewer = max((k for k in tried if k < n), default=None)
-        why += f", {format_seconds(tried[fewer])} with {fewer}" if fewer else ""
-        why += ", more would gain less than 0.3 %" if n < most else ""
-        why += f"; host memory allows {most}" if most < total else ""
-        self.reasons["undo_buckets"] = why
-        return at(n)

@@ -24,16 +24,64 @@ Candidate = tuple[float, Plan, dict[str, str]]
 
 
 class Placement:
-    """Chooses for one profile.
+    """Chooses for one profile and one plan whose other fields are chosen.
 
     Args:
         given: the fields that the user has set, which stay as they are.
     """
 
-    def __init__(self, room: Room, pace: Pace, given: Mapping[str, Any]):
-        self.room, self.pace, self.given = room, pace, given
+    def __init__(self, room: Room, pace: Pace, given: Mapping[str, Any], plan: Plan):
+        self.room, self.pace, self.given, self.plan = room, pace, given, plan
         self.profile, self.hw = room.profile, room.profile.hardware
-        self.reasons: dict[str, str] = {}
+        self._found: list[Candidate] = []
+        """With one policy for all layers, in the order of policies; those that fit."""
+        self._slower: list[str] = []
+        self._chosen = "activations" not in given
+        self._names = self._policies() if self._chosen else (plan.activations,)
+        for policy in self._names:
+            candidate = plan.model_copy(update={"activations": policy})
+            if self._found and self.pace.gpu_seconds(candidate) >= self.seconds:
+                self._slower.append(policy)
+                continue
+            self._found += self._placed(candidate, anyway=not self._chosen)
+
+    @property
+    def fits(self) -> bool:
+        return bool(self._found) and ledger(self.profile, self._found[0][1]).fits
+
+    @property
+    def seconds(self) -> float:
+        """Of the shortest step with one policy for all layers."""
+        return min((f[0] for f in self._found), default=float("inf"))
+
+    def finish(self, **reasons: str) -> tuple[Plan, dict[str, str]]:
+        """The best plan, with some layers under another policy where that is better still.
+
+        Args:
+            reasons: that are known already.
+
+        Returns:
+            The plan, and the reasons of what was chosen.
+        """
+        found = list(self._found)
+        if not found:  # nothing fits: report on the policy that needs least of both memories
+            why: dict[str, str] = {}
+            candidate = self._flow(self.plan.model_copy(update={"activations": "full"}), why)
+            found.append((float("inf"), self._retained(candidate, why), why))
+        elif self._chosen and not self.given.get("activations_by_block"):
+            found += self._mixed()
+        shortest = min(f[0] for f in found)
+        seconds, best, why = next(f for f in found if f[0] <= shortest * GOOD_ENOUGH)
+        reasons |= why
+        if self._chosen:
+            whole = self._found or found
+            too_large = [
+                p for p in self._names if p not in self._slower and all(f[1].activations != p for f in self._found)
+            ]
+            base = min((f for f in whole if f[1].activations == best.activations), key=lambda f: f[0],
+                       default=(seconds, best, why))  # fmt: skip
+            reasons["activations"] = self._why_activations(base[1], base[0], whole, self._slower, too_large)
+        return best, reasons
 
     def _policies(self) -> tuple[Activations, ...]:
         """Activation policies that can be chosen here, simplest first. `offload_saved` is for people: its time is
@@ -44,34 +92,6 @@ class Placement:
             p for p in ACTIVATIONS if p != "offload_saved"
             and not (p == "selective" and unknown) and not (p.startswith("offload") and self.hw.shared_memory)
         )  # fmt: skip
-
-    def choose(self, plan: Plan) -> Plan:
-        """Choose what is open; `reasons` says why."""
-        policies = (plan.activations,) if "activations" in self.given else self._policies()
-        found: list[Candidate] = []
-        slower: list[str] = []
-        for policy in policies:
-            candidate = plan.model_copy(update={"activations": policy})
-            if found and self.pace.gpu_seconds(candidate) >= min(f[0] for f in found):
-                slower.append(policy)
-                continue
-            found += self._placed(candidate, anyway=len(policies) == 1)
-        if not found:  # nothing fits: report on the policy that needs least of both memories
-            reasons: dict[str, str] = {}
-            candidate = self._flow(plan.model_copy(update={"activations": "full"}), reasons)
-            found.append((float("inf"), self._retained(candidate, reasons), reasons))
-        elif "activations" not in self.given and not self.given.get("activations_by_block"):
-            found += self._mixed(plan, policies, found)
-        shortest = min(f[0] for f in found)
-        seconds, best, reasons = next(f for f in found if f[0] <= shortest * GOOD_ENOUGH)
-        self.reasons.update(reasons)
-        if "activations" not in self.given:
-            whole = [f for f in found if not f[1].activations_by_block]
-            too_large = [p for p in policies if p not in slower and all(f[1].activations != p for f in whole)]
-            base = min((f for f in whole if f[1].activations == best.activations), key=lambda f: f[0],
-                       default=(seconds, best, reasons))  # fmt: skip
-            self.reasons["activations"] = self._why_activations(base[1], base[0], whole, slower, too_large)
-        return best
 
     def _placed(self, plan: Plan, *, anyway: bool = False) -> list[Candidate]:
         """The plan with everything else placed: one for each side that may hold accumulated gradients, of those that
@@ -97,16 +117,17 @@ class Placement:
             )  # fmt: skip
         return [(seconds, best, reasons)]
 
-    def _mixed(self, plan: Plan, policies: Sequence[Activations], found: list[Candidate]) -> list[Candidate]:
+    def _mixed(self) -> list[Candidate]:
         """The fastest plan, with some layers under a faster policy that does not fit for all of them."""
-        seconds, base, _ = min(found, key=lambda f: f[0])
-        if seconds == float("inf"):
-            return []
+        plan, (seconds, base, _) = self.plan, min(self._found, key=lambda f: f[0])
         layers = [i for i, b in enumerate(self.profile.blocks) if b.kind == "layer"]
         mixed: list[Candidate] = []
-        for fast in policies:
+        for fast in self._names:
             whole = plan.model_copy(update={"activations": fast})
-            if any(f[1].activations == fast for f in found) or self.pace.gpu_seconds(whole) >= seconds / WORTH_MIXING:
+            if (
+                any(f[1].activations == fast for f in self._found)
+                or self.pace.gpu_seconds(whole) >= seconds / WORTH_MIXING
+            ):
                 continue
             tried: dict[int, float] = {0: seconds}
             step = len(layers) // 4

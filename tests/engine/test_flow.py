@@ -599,9 +599,10 @@ def test_weights_that_do_not_fit_the_gpu_at_the_end_stay_at_home(monkeypatch):
     def full(*_, **__):
         raise torch.cuda.OutOfMemoryError("no room")
 
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="did not fit the GPU's memory"):
+    with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", full)
-        opt.close()
+        with pytest.warns(UserWarning, match="did not fit the GPU's memory"):
+            opt.close()
     assert [p.param.data_ptr() for p in flowing] == homes
     assert all(torch.equal(p.param, v) for p, v in zip(flowing, values, strict=True))
     model(input_ids=data[0], labels=data[0]).loss.backward()
