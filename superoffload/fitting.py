@@ -50,7 +50,9 @@ def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:
         counts = sorted({0, total, *range(here % stride, total + 1, stride)}, key=lambda n: abs(n - here))
         return next((q for n in counts if fits(q := p.model_copy(update={"retained_buckets": n}))), None)
 
-    selective = all(b.selective_bytes is not None for b in profile.blocks if b.kind == "layer")
+    selective = not plan.compile_blocks and all(
+        b.selective_bytes is not None for b in profile.blocks if b.kind == "layer"
+    )
     changes: tuple[tuple[bool, dict[str, Any]], ...] = (
         (plan.activations == "none" and selective, {"activations": "selective", "activations_by_block": {}}),
         (

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from superoffload import graph, simulator
+from superoffload.activation_costs import block_cost, knows_compiled
 from superoffload.errors import InputError, did_you_mean
 from superoffload.fitting import does_not_fit, evenly, spread_layers
 from superoffload.hardware import Hardware
@@ -125,7 +126,28 @@ class _Chooser:
         plan = self._placement(plan)
         if "speculate" not in self.given and not alone:
             plan = self._speculation(plan)
+        if "compile_blocks" not in self.given:
+            self.reasons["compile_blocks"] = self._why_not_compiled(plan)
         return plan.model_copy(update={"reasons": dict(self.reasons)})
+
+    def _why_not_compiled(self, plan: Plan) -> str:
+        """Compiling is for a person to choose: it changes bits. Say what it would gain."""
+        why = "off: compiling changes the bits of the results and takes time at the start"
+        if not knows_compiled(self.profile.blocks):
+            return f"{why}; the profile does not say what it would gain"
+        policies = ("none", plan.activations, "full") if "activations" not in self.given else (plan.activations,)
+        for policy in policies:
+            if "selective" in (policy, *plan.activations_by_block.values()):
+                continue
+            # A shorter step hides less of CPU Adam: more buckets may have to be retained.
+            other = plan.model_copy(update={"compile_blocks": True, "activations": policy})
+            other = self._retained(other, {})
+            if not ledger(self.profile, other).fits:
+                continue
+            with_it, without = self._seconds(other), self._seconds(plan)
+            how = f" and activations = {policy}" if policy != plan.activations else ""
+            return f"{why}; modelled step {format_seconds(with_it)} with it{how}, {format_seconds(without)} without"
+        return f"{why}; with these activations it cannot be used, or does not fit the memory"
 
     def _accumulate_on(self, plan: Plan) -> Plan:
         """Hold the gradients of earlier micro-batches on the host where the GPU has no room for them."""
@@ -230,9 +252,10 @@ class _Chooser:
         modelled from the link alone, and no machine has confirmed it yet."""
         layers = [b for b in self.profile.blocks if b.kind == "layer"]
         unknown = any(b.selective_bytes is None or b.selective_recompute_s is None for b in layers)
+        compiled = self.given.get("compile_blocks", False)  # of which `selective` sees no operation
         return tuple(
-            p for p in ACTIVATIONS if p != "offload_saved"
-            and not (p == "selective" and unknown) and not (p.startswith("offload") and self.hw.shared_memory)
+            p for p in ACTIVATIONS if p != "offload_saved" and not (p == "selective" and (unknown or compiled))
+            and not (p.startswith("offload") and self.hw.shared_memory)
         )  # fmt: skip
 
     def _placement(self, plan: Plan) -> Plan:
@@ -275,7 +298,7 @@ class _Chooser:
         slower: Sequence[str],
         too_large: Sequence[str],
     ) -> str:
-        kept = sum(b.activation_bytes for b in self.profile.blocks)
+        kept = sum(block_cost(b, "none", compiled=best.compile_blocks).kept for b in self.profile.blocks)
         why = f"{best.activations}: " + (f"a step of {format_seconds(seconds)}" if seconds < float("inf") else "")
         why += " without flow blocks" if any(f[1].flow_blocks for f in found) and not best.flow_blocks else ""
         for other, plan, _ in found:

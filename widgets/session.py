@@ -326,7 +326,10 @@ def rebase(profile: Profile, hardware: Hardware) -> Profile:
     A block that spends its time in small operations will not speed up as much: the context says what was done.
     """
     ratio = profile.hardware.gpu.matmul_bf16_tflops / hardware.gpu.matmul_bf16_tflops
-    blocks = tuple(b.replace(forward_s=b.forward_s * ratio, backward_s=b.backward_s * ratio) for b in profile.blocks)
+    keys = ("forward_s", "backward_s", "selective_recompute_s", "compiled_forward_s", "compiled_backward_s")
+    blocks = tuple(
+        b.replace(**{k: s * ratio for k in keys if (s := getattr(b, k)) is not None}) for b in profile.blocks
+    )
     note = (
         f"block times {profile.source} on {profile.hardware.name}, scaled by {ratio:.3g}, the ratio of the machines' "
         "bf16 matrix rates"
