@@ -35,6 +35,11 @@ ACTIVATION_HELP = {
     "offload_inputs": "Each layer's input waits in CPU memory, its forward is computed again: for long sequences.",
     "offload_saved": "Everything that backward reads waits in CPU memory; nothing is computed again.",
 }
+COMPILE_TITLES = {False: "no: eager kernels", True: "yes: torch.compile"}
+COMPILE_HELP = (
+    "Fuses the operations of each layer: fewer bytes move and less is kept. Results round elsewhere than with eager "
+    "kernels, and the first step takes the compiler's time."
+)
 ACCUMULATE_TITLES = {"gpu": "the GPU, in p.grad", "cpu": "the CPU, fetched to add"}
 
 
@@ -105,6 +110,10 @@ class Controls(W.VBox):  # type: ignore[misc]
         self.activations = W.Dropdown(
             options=[(t, v) for v, t in ACTIVATION_TITLES.items()], description="Activations", layout=layout(), **drop
         )
+        self.compiled = W.Dropdown(
+            options=[(t, v) for v, t in COMPILE_TITLES.items()], description="Compile", layout=layout(),
+            tooltip=COMPILE_HELP, **drop,
+        )  # fmt: skip
         self.batch = W.SelectionSlider(options=[1], description="Micro-batch", layout=layout(), **slider)
         self.sequence = W.SelectionSlider(options=[1], description="Sequence", layout=layout(), **slider)
         self.accumulation = W.SelectionSlider(options=[1], description="Accumulate", layout=layout(), **slider)
@@ -124,6 +133,7 @@ class Controls(W.VBox):  # type: ignore[misc]
                 Knob("undo", self.undo, on_choose),
                 Knob("adam_threads", self.threads, on_choose),
                 Knob("activations", self.activations, on_choose),
+                Knob("compile_blocks", self.compiled, on_choose),
                 Knob("micro_batch", self.batch, on_choose),
                 Knob("seq_len", self.sequence, on_choose),
                 Knob("accumulation", self.accumulation, on_choose),
@@ -171,6 +181,7 @@ class Controls(W.VBox):  # type: ignore[misc]
             "undo": lambda: _set(self.undo, p.undo),
             "adam_threads": lambda: _range(self.threads, p.adam_threads, 1, s.hardware.cpu.cores),
             "activations": self._show_activations,
+            "compile_blocks": lambda: _set(self.compiled, p.compile_blocks),
             "micro_batch": lambda: _options(self.batch, MICRO_BATCHES, p.micro_batch, str),
             "seq_len": lambda: _options(self.sequence, SEQUENCES, p.seq_len, lambda v: f"{v:,}"),
             "accumulation": lambda: _options(self.accumulation, ACCUMULATIONS, p.accumulation, str),

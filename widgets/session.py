@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from superoffload import hardware as hw_module
+from superoffload.activation_costs import knows_compiled
 from superoffload.errors import InputError, NotSupported
 from superoffload.graph import buckets_of
 from superoffload.hardware import Hardware
@@ -117,6 +118,10 @@ class Session:
         """Why a field cannot be edited here, with the remedy; None where it can."""
         if field in SHAPE_FIELDS:
             return self._why_shape_fixed()
+        if field == "compile_blocks" and not (self.plan.compile_blocks or knows_compiled(self.profile.blocks)):
+            return (
+                "The layers were not measured compiled. Profile again: so.profile(model, batch, compile_blocks=True)."
+            )
         return None
 
     def _why_shape_fixed(self) -> str | None:
