@@ -35,7 +35,6 @@ ACTIVATION_HELP = {
     "offload_inputs": "Each layer's input waits in CPU memory, its forward is computed again: for long sequences.",
     "offload_saved": "Everything that backward reads waits in CPU memory; nothing is computed again.",
 }
-COMPILE_TITLES = {False: "no: eager kernels", True: "yes: torch.compile"}
 COMPILE_HELP = (
     "Fuses the operations of each layer: fewer bytes move and less is kept. Results round elsewhere than with eager "
     "kernels, and the first step takes the compiler's time."
@@ -46,7 +45,7 @@ ACCUMULATE_TITLES = {"gpu": "the GPU, in p.grad", "cpu": "the CPU, fetched to ad
 class Knob(W.VBox):  # type: ignore[misc]
     """A control, the button that hands it back to the cost model, and one line of why."""
 
-    def __init__(self, field: str, control: W.Widget, choose: Callable[[str], None]):
+    def __init__(self, field: str, control: W.Widget, choose: Callable[[str], None], beside: W.Widget | None = None):
         self.field, self.control = field, control
         self.why = W.HTML(layout=W.Layout(flex="1 1 0", min_width="0", margin="0", overflow="hidden"))
         self.why.add_class("so-why")
@@ -58,7 +57,9 @@ class Knob(W.VBox):  # type: ignore[misc]
         below = W.HBox([self.why, self.auto], layout=W.Layout(width="100%", height="15px", align_items="center"))
         below.add_class("so-below")
         control.layout.width, control.layout.margin = "100%", "0"
-        super().__init__([control, below], layout=W.Layout(width="100%", margin="0 0 1px 0", overflow="hidden"))
+        line = W.Layout(width="100%", overflow="hidden", align_items="center")
+        row = control if beside is None else W.HBox([control, beside], layout=line)
+        super().__init__([row, below], layout=W.Layout(width="100%", margin="0 0 1px 0", overflow="hidden"))
 
     def explain(self, plan: Plan, fixed: str | None) -> None:
         """Show where the value comes from."""
@@ -110,10 +111,9 @@ class Controls(W.VBox):  # type: ignore[misc]
         self.activations = W.Dropdown(
             options=[(t, v) for v, t in ACTIVATION_TITLES.items()], description="Activations", layout=layout(), **drop
         )
-        self.compiled = W.Dropdown(
-            options=[(t, v) for v, t in COMPILE_TITLES.items()], description="Compile", layout=layout(),
-            tooltip=COMPILE_HELP, **drop,
-        )  # fmt: skip
+        self.compiled = W.Checkbox(
+            description="compile", indent=False, layout=W.Layout(flex="0 0 72px", margin="0 0 0 6px")
+        )
         self.batch = W.SelectionSlider(options=[1], description="Micro-batch", layout=layout(), **slider)
         self.sequence = W.SelectionSlider(options=[1], description="Sequence", layout=layout(), **slider)
         self.accumulation = W.SelectionSlider(options=[1], description="Accumulate", layout=layout(), **slider)
@@ -132,8 +132,7 @@ class Controls(W.VBox):  # type: ignore[misc]
                 Knob("speculate", self.speculate, on_choose),
                 Knob("undo", self.undo, on_choose),
                 Knob("adam_threads", self.threads, on_choose),
-                Knob("activations", self.activations, on_choose),
-                Knob("compile_blocks", self.compiled, on_choose),
+                Knob("activations", self.activations, on_choose, beside=self.compiled),
                 Knob("micro_batch", self.batch, on_choose),
                 Knob("seq_len", self.sequence, on_choose),
                 Knob("accumulation", self.accumulation, on_choose),
@@ -141,6 +140,7 @@ class Controls(W.VBox):  # type: ignore[misc]
             )
         }
         rows = list(self.knobs.values())
+        self.compiled.observe(lambda change: self._edited("compile_blocks", change["new"]), names="value")
         super().__init__([rows[0], self.flow_which, *rows[1:]], layout=W.Layout(width="292px", flex="0 0 292px"))
         self.add_class("so-knobs")
         for field, knob in self.knobs.items():
@@ -181,7 +181,7 @@ class Controls(W.VBox):  # type: ignore[misc]
             "undo": lambda: _set(self.undo, p.undo),
             "adam_threads": lambda: _range(self.threads, p.adam_threads, 1, s.hardware.cpu.cores),
             "activations": self._show_activations,
-            "compile_blocks": lambda: _set(self.compiled, p.compile_blocks),
+            "compile_blocks": self._show_compiled,
             "micro_batch": lambda: _options(self.batch, MICRO_BATCHES, p.micro_batch, str),
             "seq_len": lambda: _options(self.sequence, SEQUENCES, p.seq_len, lambda v: f"{v:,}"),
             "accumulation": lambda: _options(self.accumulation, ACCUMULATIONS, p.accumulation, str),
@@ -216,6 +216,14 @@ class Controls(W.VBox):  # type: ignore[misc]
         if others:
             help_text += " Other blocks: " + ", ".join(f"{b} {policy}" for b, policy in sorted(others.items())) + "."
         _set_tooltip(self.activations, help_text)
+
+    def _show_compiled(self) -> None:
+        """A switch beside the activations, whose line it shares: why it stands as it does is its tooltip."""
+        s = self._session
+        _set(self.compiled, s.plan.compile_blocks)
+        fixed = s.why_fixed("compile_blocks")
+        self.compiled.disabled = bool(fixed)
+        _set_tooltip(self.compiled, f"{COMPILE_HELP} {fixed or s.plan.reasons.get('compile_blocks', 'Set by hand')}")
 
 
 def _set_tooltip(control: W.Widget, text: str) -> None:
