@@ -3,9 +3,9 @@
     python benchmarks/bench_step.py --out results.json            # on a machine with a GPU
     python benchmarks/bench_step.py --size tiny --device cpu      # dry run anywhere
 
-Modes: `limit` is forward and backward alone (`limit:compile=1:recompute=none`: with compiled layers, nothing recomputed;
-of several limits the others are compared with the shortest); `gpu` keeps everything on the GPU (fp32 master, torch's
-fused AdamW); `fsdp2` is FSDP2 with CPU offload and fused AdamW; `offload` is torch's fused AdamW on the CPU with copies
+Modes: `limit` is forward and backward alone (`limit:compile=1:recompute=none`: compiled layers, nothing recomputed; of
+several limits the others are compared with the shortest); `gpu` keeps everything on the GPU (fp32 master, torch's fused
+AdamW); `fsdp2` is FSDP2 with CPU offload and fused AdamW; `offload` is torch's fused AdamW on the CPU with copies
 and casts written by hand; `engine:N` is OffloadAdamW with N per cent of its buckets retained, and plan fields may
 follow (`engine:40:speculate=off`; see step_modes.py for the others).
 Step time is the median of the differences between the ends of successive steps, after a warm-up; what overlaps the next

@@ -67,10 +67,10 @@ def build_mode(args: argparse.Namespace, x: torch.Tensor) -> Mode:
     """Read `NAME[:SHARE][:field=value ...]`.
 
     Fields of every mode: `busy=1` runs a Python loop in another thread. Of `limit` besides: `compile=1` compiles each
-    layer with `layer.compile()`, as one would by hand; `recompute=none` or `full` overrides --recompute. Of engine modes
-    besides: plan fields by name (`compile_blocks=true:activations=none`; `activations` overrides --recompute), `loss=F`
-    multiplies the loss (gradients shrink with it; Adam does not care), `clip_every=K` makes every K-th step one whose
-    norm is over the bound, `trace=0` records no trace.
+    layer with `layer.compile()`, as one would by hand; `recompute=none` or `full` overrides --recompute. Of engine
+    modes besides: plan fields by name (`compile_blocks=true:activations=none`; `activations` overrides --recompute),
+    `loss=F` multiplies the loss (gradients shrink with it; Adam does not care), `clip_every=K` makes every K-th step
+    one whose norm is over the bound, `trace=0` records no trace.
     """
     name, *rest = args.mode.split(":")
     fields = dict(f.split("=") for f in rest if "=" in f)

@@ -37,7 +37,7 @@ so that it also holds what backward's products lose against forward's."""
 COMPILED_TRAFFIC = 0.335
 """Share of that traffic, forward and backward, that is left once a layer is compiled and its operations are fused.
 Fitted to two figures of the same H200 (compiled layers, eager embedding, head and loss, no recompute), which it meets
-within 1.3 %: 3.14B, 8,192 tokens: 0.272 s measured, 0.276 estimated; Llama-3-8B, 1 x 8,192: 0.727 and 0.718 s."""
+within 1.4 %: 3.14B, 8,192 tokens: 0.272 s measured, 0.276 estimated; Llama-3-8B, 1 x 8,192: 0.727 and 0.717 s."""
 LOSS_BYTES_PER_LOGIT = (14, 22)
 """Bytes that float32 cross entropy moves per logit, forward and backward."""
 LOGIT_BYTES = 13
