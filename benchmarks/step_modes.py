@@ -34,7 +34,7 @@ class Mode:
     """Whether a Python loop in another thread runs beside the timed steps."""
 
 
-def build(args: argparse.Namespace, dtype: torch.dtype, device: str) -> torch.nn.Module:
+def build(args: argparse.Namespace, dtype: torch.dtype, device: str, recompute: bool | None = None) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     hidden, layers, mlp, heads, vocab = SIZES[args.size]
@@ -47,7 +47,7 @@ def build(args: argparse.Namespace, dtype: torch.dtype, device: str) -> torch.nn
     with torch.device(device):
         model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    if args.recompute:
+    if args.recompute if recompute is None else recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
@@ -66,7 +66,9 @@ def busy_thread() -> None:
 def build_mode(args: argparse.Namespace, x: torch.Tensor) -> Mode:
     """Read `NAME[:SHARE][:field=value ...]`.
 
-    Fields of every mode: `busy=1` runs a Python loop in another thread. Of engine modes besides: plan fields by name,
+    Fields of every mode: `busy=1` runs a Python loop in another thread. Of `limit` besides: `compile=1` compiles each
+    layer with `layer.compile()`, as one would by hand; `recompute=none` or `full` overrides --recompute. Of engine
+    modes besides: plan fields by name (`compile_blocks=true:activations=none`; `activations` overrides --recompute),
     `loss=F` multiplies the loss (gradients shrink with it; Adam does not care), `clip_every=K` makes every K-th step
     one whose norm is over the bound, `trace=0` records no trace.
     """
@@ -81,21 +83,33 @@ def build_mode(args: argparse.Namespace, x: torch.Tensor) -> Mode:
 def _mode(args: argparse.Namespace, x: torch.Tensor, name: str, rest: list[str], fields: dict[str, str]) -> Mode:
     if name == "fsdp2":
         return fsdp2(args, x)
+    if name == "limit":
+        return limit(args, x, fields)
     model = build(args, torch.bfloat16, args.device)
     if name == "engine":
         return engine(args, model, x, float(rest[0]), fields)
-    make = {"limit": limit, "gpu": all_on_gpu, "offload": torch_offload}[name]
+    make = {"gpu": all_on_gpu, "offload": torch_offload}[name]
     return Mode(make(args, model, x), sum(p.numel() for p in model.parameters()))
 
 
-def limit(args: argparse.Namespace, model: torch.nn.Module, x: torch.Tensor) -> Callable[[int], torch.Tensor]:
+def limit(args: argparse.Namespace, x: torch.Tensor, fields: dict[str, str]) -> Mode:
+    recompute = {"none": False, "full": True, "": bool(args.recompute)}[fields.pop("recompute", "")]
+    compiled = bool(int(fields.pop("compile", 0)))
+    if fields:
+        raise SystemExit(f"limit has no {', '.join(fields)}: it takes compile=1, recompute=none|full and busy=1")
+    model = build(args, torch.bfloat16, args.device, recompute)
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+
     def step(i: int) -> torch.Tensor:
         loss = model(input_ids=x, labels=x).loss
         loss.backward()
         model.zero_grad(set_to_none=True)
         return loss
 
-    return step
+    facts = {"compile": compiled, "recompute": recompute}
+    return Mode(step, sum(p.numel() for p in model.parameters()), facts=facts)
 
 
 def all_on_gpu(args: argparse.Namespace, model: torch.nn.Module, x: torch.Tensor) -> Callable[[int], torch.Tensor]:
@@ -195,7 +209,8 @@ def engine(
     t0 = time.perf_counter()
     opt = OffloadAdamW(model, lr=1e-5, max_grad_norm=args.clip, record_trace=trace, **plan)
     facts = {"buckets": count, "adam_threads": opt.plan.adam_threads, "loss_factor": factor, "clip_every": clip_every,
-             "setup_s": round(time.perf_counter() - t0, 1), "traced": trace, **plan}  # fmt: skip
+             "setup_s": round(time.perf_counter() - t0, 1), "traced": trace,
+             "recompute": opt.plan.activations not in ("none", "offload_saved"), **plan}  # fmt: skip
 
     def step(i: int) -> torch.Tensor:
         loss = model(input_ids=x, labels=x).loss

@@ -42,17 +42,53 @@ class ActivationCost:
     """Seconds of GPU work that backward repeats."""
 
 
-def block_cost(block: BlockProfile, policy: Activations) -> ActivationCost:
-    """Cost of `block` under `policy`; a block that is no layer keeps everything under any.
+def block_seconds(block: BlockProfile, *, compiled: bool = False) -> tuple[float, float]:
+    """Seconds of a block's forward and of its backward, nothing recomputed. Only layers are compiled.
 
     Raises:
-        InputError: `selective`, and the profile does not say what it keeps.
+        InputError: `compiled`, and the profile does not say how long that takes.
+    """
+    if not compiled or block.kind != "layer":
+        return block.forward_s, block.backward_s
+    if block.compiled_forward_s is None or block.compiled_backward_s is None:
+        raise _not_measured(block)
+    return block.compiled_forward_s, block.compiled_backward_s
+
+
+def _not_measured(block: BlockProfile) -> InputError:
+    return InputError(
+        f"the profile does not say what {block.name} costs under compile_blocks = True",
+        remedy="Profile the model again with compile_blocks=True (superoffload profile --compile-blocks), or choose "
+        "compile_blocks = False",
+    )
+
+
+def knows_compiled(blocks: Sequence[BlockProfile]) -> bool:
+    """Whether there are layers and the profile says of each what it costs under `compile_blocks`."""
+    layers = [b for b in blocks if b.kind == "layer"]
+    known = all(None not in (b.compiled_forward_s, b.compiled_backward_s, b.compiled_bytes) for b in layers)
+    return bool(layers) and known
+
+
+def block_cost(block: BlockProfile, policy: Activations, *, compiled: bool = False) -> ActivationCost:
+    """Cost of `block` under `policy`; a block that is no layer keeps everything under any.
+
+    Args:
+        compiled: the plan's `compile_blocks`; not with `selective` (`plan.check_compile`).
+
+    Raises:
+        InputError: `selective` or `compiled`, and the profile does not say what is kept.
     """
     everything, entry = block.activation_bytes, block.input_bytes
+    if compiled and block.kind == "layer":
+        if block.compiled_bytes is None:
+            raise _not_measured(block)
+        everything = max(entry, block.compiled_bytes)
+    forward_s, _ = block_seconds(block, compiled=compiled)
     if block.kind != "layer" or policy == "none":
         return ActivationCost(everything, 0, 0, 0.0)
     if policy == "full":
-        return ActivationCost(entry, everything - entry, 0, block.forward_s)
+        return ActivationCost(entry, everything - entry, 0, forward_s)
     if policy == "selective":
         if block.selective_bytes is None or block.selective_recompute_s is None:
             raise InputError(
@@ -64,9 +100,9 @@ def block_cost(block: BlockProfile, policy: Activations) -> ActivationCost:
         )
     moved = entry if policy == "offload_inputs" else everything
     if moved < OFFLOAD_MIN_BYTES:
-        return block_cost(block, "full" if policy == "offload_inputs" else "none")
+        return block_cost(block, "full" if policy == "offload_inputs" else "none", compiled=compiled)
     if policy == "offload_inputs":
-        return ActivationCost(0, everything - entry, entry, block.forward_s)
+        return ActivationCost(0, everything - entry, entry, forward_s)
     return ActivationCost(0, 0, everything, 0.0)
 
 
@@ -80,7 +116,7 @@ def peaks(blocks: Sequence[BlockProfile], plan: Plan) -> list[int]:
     what it needs in passing. Offloaded tensors in flight are not counted."""
     kept, found = 0, []
     for block, policy in zip(blocks, policies_of(blocks, plan), strict=True):
-        cost = block_cost(block, policy)
+        cost = block_cost(block, policy, compiled=plan.compile_blocks)
         kept += cost.kept
         found.append(kept + cost.again + block.working_bytes)
     return found

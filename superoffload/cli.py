@@ -86,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub = command("profile", planning.profile, "seconds and bytes per block: presets are estimated, models measured")
     _model_arguments(sub, required=True)
     sub.add_argument("--measure", action="store_true", help="build a preset with random weights and measure it here")
+    sub.add_argument("--compile-blocks", action="store_true", help="measure the layers compiled with torch.compile too")
     sub.add_argument("--gguf-file", metavar="NAME", help="name of the GGUF file inside the model's folder")
     sub.add_argument("--out", metavar="FILE", help="write the profile here")
 

@@ -27,6 +27,8 @@ VALUE_WIDTH = 6
 """Characters of the value column in the table of a plan."""
 COUNTS = ("buckets", "flow", "tokens")
 """`--set` keys that stand for a field of the plan: how many buckets, how many flow blocks."""
+SWITCH = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+"""Values of a `--set` key that is on or off."""
 SMALL = "smollm2-135m-instruct"
 """The pretrained model that a package carries; `model_source.SMALL`, which cannot be asked without torch."""
 
@@ -96,6 +98,7 @@ def plan_lines(plan: Plan) -> list[str]:
     for name in Plan.knobs():
         value = getattr(plan, name)
         value = tuple(f"{k}:{v}" for k, v in value.items()) if isinstance(value, dict) else value
+        value = ("off", "on")[value] if isinstance(value, bool) else value
         shown = (",".join(map(str, value)) or "none") if isinstance(value, tuple) else f"{value:g}" if isinstance(
             value, float) else str(value)  # fmt: skip
         reason = plan.reasons.get(name, "given").removeprefix(f"{shown}: ")
@@ -228,6 +231,7 @@ def _measure(args: argparse.Namespace) -> Profile:
         hardware=machine,
         dtype=args.dtype,
         gguf_file=args.gguf_file,
+        compile_blocks=args.compile_blocks,
     )
     # The config made from this profile finds the weights again, from any folder.
     source = str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model
@@ -312,6 +316,10 @@ def _value(key: str, text: str) -> Any:
     if get_origin(annotation) is dict:
         pairs = [part.partition(":") for part in text.split(",")] if text != "none" else []
         return {_whole(key, number): word for number, _, word in pairs}
+    if annotation is bool:
+        if text.lower() not in SWITCH:
+            raise InputError(f'--set {key}="{text}"', expected="true or false")
+        return SWITCH[text.lower()]
     if annotation is int or int in get_args(annotation):
         return _whole(key, text)
     if annotation is float:

@@ -83,6 +83,8 @@ def deepspeed(config: TunedConfig) -> tuple[dict[str, Any], list[str]]:
     ]
     if plan.loss_chunks > 1:
         notes.append(f"loss_chunks {plan.loss_chunks} is left out: under DeepSpeed the model computes its own loss.")
+    if plan.compile_blocks:
+        notes.append("compile_blocks is left out: call layer.compile() on each layer before deepspeed.initialize().")
     if opt.max_grad_norm is not None and plan.speculate != "off":
         notes.append("DeepSpeed's super_offload takes no asynchronous step while gradient_clipping is set.")
     return body, notes

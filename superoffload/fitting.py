@@ -52,7 +52,9 @@ def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:
         return next((q for n in counts if fits(q := p.model_copy(update={"retained_buckets": n}))), None)
 
     cut = max(4, len(graph.buckets_of(profile, plan.bucket_mb, plan.flow_blocks)))
-    selective = all(b.selective_bytes is not None for b in profile.blocks if b.kind == "layer")
+    selective = not plan.compile_blocks and all(
+        b.selective_bytes is not None for b in profile.blocks if b.kind == "layer"
+    )
     chunks = enough_chunks(profile, plan)
     changes: tuple[tuple[bool, dict[str, Any]], ...] = (
         (chunks > plan.loss_chunks, {"loss_chunks": chunks}),

@@ -12,12 +12,19 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from superoffload.activation_costs import IN_FLIGHT_BLOCKS, ActivationCost, block_cost, check_policies, policies_of
+from superoffload.activation_costs import (
+    IN_FLIGHT_BLOCKS,
+    ActivationCost,
+    block_cost,
+    block_seconds,
+    check_policies,
+    policies_of,
+)
 from superoffload.errors import InputError
 from superoffload.hardware import Curve, Hardware
 from superoffload.layout import Bucket, TensorRef, cut_buckets
 from superoffload.loss_costs import check_loss_chunks
-from superoffload.plan import Plan, check_master
+from superoffload.plan import Plan, check_compile, check_master
 from superoffload.profiler import Profile, rescale
 from superoffload.tracing import Kind, Lane
 from superoffload.units import ADAM_STATE_BYTES, ADAM_STREAM_BYTES, DTYPE_BYTES, GB, UNDO_BYTES
@@ -185,6 +192,7 @@ def check_plan(profile: Profile, plan: Plan) -> None:
     check_policies([b.kind for b in profile.blocks], plan)
     check_loss_chunks(profile.blocks, plan)
     check_master(plan)
+    check_compile(plan)
     total = len(buckets_of(profile, plan.bucket_mb, plan.flow_blocks))
     if plan.retained_buckets > total:
         raise InputError(
@@ -220,7 +228,12 @@ class _Builder:
         self.uses: list[tuple[int, int, int]] = []
         """Uses of flow blocks in GPU order: (block, first operator, last operator)."""
         policies = policies_of(profile.blocks, plan)
-        self.saved: list[ActivationCost] = [block_cost(b, p) for b, p in zip(profile.blocks, policies, strict=True)]
+        compiled = plan.compile_blocks
+        self.seconds = [block_seconds(b, compiled=compiled) for b in profile.blocks]
+        """Of each block's forward and backward."""
+        self.saved: list[ActivationCost] = [
+            block_cost(b, p, compiled=compiled) for b, p in zip(profile.blocks, policies, strict=True)
+        ]
         """What each block's forward leaves for its backward."""
         self.moved = [b for b, cost in enumerate(self.saved) if cost.moved]
         """Blocks whose saved tensors go to the host, in forward order."""
@@ -256,7 +269,7 @@ class _Builder:
     def _forward(self, micro: int) -> None:
         first = micro == 0
         for b, block in enumerate(self.profile.blocks):
-            op = self.add("gpu", "forward", f"forward of {block.name}", block.forward_s, block=b, in_forward=first)
+            op = self.add("gpu", "forward", f"forward of {block.name}", self.seconds[b][0], block=b, in_forward=first)
             if first:
                 self.forward_ops.append((op, b))
             self._use(b, op, op)
@@ -297,7 +310,7 @@ class _Builder:
         packed: dict[int, int] = {}
         asked = ended = max(op.index for op in self.ops if op.kind == "forward")
         for b in range(len(self.profile.blocks) - 1, -1, -1):
-            block, again = self.profile.blocks[b], self.saved[b].recompute_s
+            block, again, backward_s = self.profile.blocks[b], self.saved[b].recompute_s, self.seconds[b][1]
             fetch, asked = self._bring_back(b, asked), ended
             first = len(self.ops)
             if again:
@@ -306,11 +319,11 @@ class _Builder:
             for share, k in ends.get(b, []):
                 bucket = self.buckets[k]
                 pack = self.costs[bucket.dtype, bucket.flow].gpu_pack_bytes * bucket.params / self.hbm
-                seconds = (share - done) * block.backward_s + pack
+                seconds = (share - done) * backward_s + pack
                 packed[k] = self.add("gpu", "backward", name, seconds, block=b, bucket=k)
                 done = share
             if done < 1.0 or len(self.ops) == first:
-                self.add("gpu", "backward", name, (1.0 - done) * block.backward_s, block=b)
+                self.add("gpu", "backward", name, (1.0 - done) * backward_s, block=b)
             ended = len(self.ops) - 1
             self._use(b, first, ended)
             self.ops[first].deps += fetch
@@ -331,7 +344,8 @@ class _Builder:
 
     def _bucket_ends(self) -> dict[int, list[tuple[float, int]]]:
         """For each block, the shares of its backward at which buckets are complete: by the share of the block's
-        parameters whose gradients exist by then, as most of the time goes into their products."""
+        parameters whose gradients exist by then, as most of the time goes into their products. The gradients of a
+        compiled layer come all at once, at its end."""
         before: list[int] = []
         total = [0] * len(self.profile.blocks)
         for tensor in backward_tensors(self.profile):
@@ -341,7 +355,9 @@ class _Builder:
         for bucket in self.buckets:
             s = bucket.segments[-1]
             b = self.block_of[s.tensor]
-            ends.setdefault(b, []).append(((before[s.tensor] + s.offset + s.numel) / total[b], bucket.index))
+            at_once = self.plan.compile_blocks and self.profile.blocks[b].kind == "layer"
+            share = 1.0 if at_once else (before[s.tensor] + s.offset + s.numel) / total[b]
+            ends.setdefault(b, []).append((share, bucket.index))
         for shares in ends.values():
             shares.sort()
         return ends

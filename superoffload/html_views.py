@@ -79,6 +79,8 @@ def _value(value: object) -> str:
         value = tuple(f"{k}: {v}" for k, v in value.items())
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

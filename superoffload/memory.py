@@ -103,7 +103,7 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
         "gradients while accumulating": _weights(profile.blocks)
         if plan.accumulation > 1 and plan.accumulate_on == "gpu"
         else 0,
-        "gradient being produced": _largest_gradient(profile.blocks),
+        "gradient being produced": _largest_gradient(profile.blocks, plan),
         **activations["gpu"],
     }
     pinned |= activations["pinned"]
@@ -195,9 +195,13 @@ def _weights(blocks: list[BlockProfile] | tuple[BlockProfile, ...]) -> int:
     return sum(b.params * DTYPE_BYTES[b.dtype] for b in blocks)
 
 
-def _largest_gradient(blocks: tuple[BlockProfile, ...]) -> int:
-    """The gradient of one tensor exists beside the ring while it is copied into it."""
-    return max((n * DTYPE_BYTES[b.dtype] for b in blocks for n in b.tensor_numels), default=0)
+def _largest_gradient(blocks: tuple[BlockProfile, ...], plan: Plan) -> int:
+    """The gradient of one tensor exists beside the ring while it is copied into it; of a compiled layer, all do."""
+
+    def exists(b: BlockProfile) -> int:
+        return b.params if plan.compile_blocks and b.kind == "layer" else max(b.tensor_numels, default=0)
+
+    return max((exists(b) * DTYPE_BYTES[b.dtype] for b in blocks), default=0)
 
 
 def _activations(blocks: tuple[BlockProfile, ...], plan: Plan) -> dict[Place, dict[str, int]]:
@@ -211,7 +215,7 @@ def _activations(blocks: tuple[BlockProfile, ...], plan: Plan) -> dict[Place, di
     gpu, pinned = dict.fromkeys(_KEPT.values(), 0), dict.fromkeys(_MOVED.values(), 0)
     kept, largest = 0, 0
     for block, policy in zip(blocks, policies_of(blocks, plan), strict=True):
-        cost = block_cost(block, policy)
+        cost = block_cost(block, policy, compiled=plan.compile_blocks)
         kept += cost.kept
         gpu[_KEPT[policy if block.kind == "layer" else plan.activations]] += cost.kept
         if cost.moved:

@@ -65,6 +65,9 @@ class Plan(Record):
     """The head's logits and loss are computed in that many chunks of tokens, so that only one chunk's logits exist at a
     time. 1: the model's own loss. More: for Hugging Face causal language models, which then return no logits where
     they train."""
+    compile_blocks: bool = False
+    """Each layer's forward goes through `torch.compile` (regional compilation): one graph for all alike layers. Kernels
+    round in other places than eager ones do, and the first step takes the compiler's time. Not with `selective`."""
     micro_batch: Annotated[int, Field(ge=1)] = 1
     """Sequences per micro-batch."""
     seq_len: Annotated[int, Field(ge=1)] = 1
@@ -110,4 +113,18 @@ def check_master(plan: Plan) -> None:
         raise InputError(
             f'master = "split" with cast_up = "{plan.cast_up}"',
             expected='cast_up = "fused": the step itself writes the 16-bit weights, which are half of the master',
+        )
+
+
+def check_compile(plan: Plan) -> None:
+    """Refuse to keep single results of a compiled layer.
+
+    Raises:
+        InputError: with the field to change.
+    """
+    if plan.compile_blocks and "selective" in (plan.activations, *plan.activations_by_block.values()):
+        raise InputError(
+            "compile_blocks = True with activations = selective, which sees no operation of a compiled layer",
+            expected="none, full, offload_inputs or offload_saved",
+            remedy='Take activations = "none": a compiled layer already computes again what is cheap',
         )

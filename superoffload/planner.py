@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from superoffload import graph, simulator
+from superoffload.activation_costs import knows_compiled
 from superoffload.errors import InputError, did_you_mean
 from superoffload.fitting import does_not_fit, spread_layers
 from superoffload.hardware import Hardware
@@ -167,7 +168,36 @@ class _Chooser:
         plan = speculation.before_placement(plan)
         plan, placed = place(self.room, self.pace, self.given, plan)
         plan = speculation.after_placement(plan)
+        if "compile_blocks" not in self.given:
+            self.reasons["compile_blocks"] = self._why_not_compiled(plan)
         return plan.model_copy(update={"reasons": {**self.reasons, **placed, **speculation.reasons}})
+
+    def _why_not_compiled(self, plan: Plan) -> str:
+        """Compiling is for a person to choose: it changes bits. Say what it would gain."""
+        why = "off: compiling changes the bits of the results and takes time at the start"
+        if not knows_compiled(self.profile.blocks):
+            return f"{why}; the profile does not say what it would gain"
+        policies = ("none", plan.activations, "full") if "activations" not in self.given else (plan.activations,)
+        for policy in policies:
+            if policy == "selective":
+                continue
+            other = plan.model_copy(
+                update={
+                    "compile_blocks": True,
+                    "activations": policy,
+                    "activations_by_block": {},
+                    "retained_buckets": 0,
+                }
+            )
+            if self.room.gpu_over(other) > 0:
+                continue
+            with_it, without = self.pace.gpu_seconds(other), self.pace.gpu_seconds(plan)
+            how = f" and activations = {policy}" if policy != plan.activations else ""
+            return (
+                f"{why}; the GPU's own work in a step is modelled at {format_seconds(with_it)} with it{how}, "
+                f"{format_seconds(without)} without"
+            )
+        return f"{why}; with these activations it cannot be used, or does not fit the memory"
 
     def _master(self, plan: Plan) -> Plan:
         """Split the master where the host's memory is scarce: it takes no time, but a plain one is simpler to use."""

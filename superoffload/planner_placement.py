@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from superoffload import graph
+from superoffload.activation_costs import block_cost
 from superoffload.fitting import evenly
 from superoffload.memory import ledger
 from superoffload.plan import ACTIVATIONS, Activations, Plan
@@ -88,9 +89,10 @@ class Placement:
         modelled from the link alone, and no machine has confirmed it yet."""
         layers = [b for b in self.profile.blocks if b.kind == "layer"]
         unknown = any(b.selective_bytes is None or b.selective_recompute_s is None for b in layers)
+        compiled = self.plan.compile_blocks  # of which `selective` sees no operation
         return tuple(
-            p for p in ACTIVATIONS if p != "offload_saved"
-            and not (p == "selective" and unknown) and not (p.startswith("offload") and self.hw.shared_memory)
+            p for p in ACTIVATIONS if p != "offload_saved" and not (p == "selective" and (unknown or compiled))
+            and not (p.startswith("offload") and self.hw.shared_memory)
         )  # fmt: skip
 
     def _placed(self, plan: Plan, *, anyway: bool = False) -> list[Candidate]:
@@ -161,7 +163,7 @@ class Placement:
         slower: Sequence[str],
         too_large: Sequence[str],
     ) -> str:
-        kept = sum(b.activation_bytes for b in self.profile.blocks)
+        kept = sum(block_cost(b, "none", compiled=best.compile_blocks).kept for b in self.profile.blocks)
         why = f"{best.activations}: " + (f"a step of {format_seconds(seconds)}" if seconds < float("inf") else "")
         why += " without flow blocks" if any(f[1].flow_blocks for f in found) and not best.flow_blocks else ""
         for other, plan, _ in found:

@@ -6,6 +6,8 @@ these into seconds. They were fitted to the H200 figures below (bf16, eager, sdp
 
     3.14B model, 8,192 tokens, full recompute: 0.466 s      3.14B, 32,768 tokens, full recompute: 1.784 s
     3.14B model, 8,192 tokens, no recompute:   0.370 s      Llama-3-8B, 1 x 8,192, full recompute: 1.062 s
+
+A sixth serves layers that are compiled (`Plan.compile_blocks`), see `COMPILED_TRAFFIC`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ ATTENTION_BACKWARD = 2.5
 BACKWARD_TRAFFIC = 5.1
 """Time of the backward of everything but products and attention, against the counted bytes of its forward. Fitted,
 so that it also holds what backward's products lose against forward's."""
+COMPILED_TRAFFIC = 0.335
+"""Share of that traffic, forward and backward, that is left once a layer is compiled and its operations are fused.
+Fitted to two figures of the same H200 (compiled layers, eager embedding, head and loss, no recompute), which it meets
+within 1.4 %: 3.14B, 8,192 tokens: 0.272 s measured, 0.276 estimated; Llama-3-8B, 1 x 8,192: 0.727 and 0.717 s."""
 LOSS_BYTES_PER_LOGIT = (14, 22)
 """Bytes that float32 cross entropy moves per logit, forward and backward."""
 LOGIT_BYTES = 13
@@ -69,6 +75,13 @@ class BlockProfile(Record):
     selective_recompute_s: float | None = Field(default=None, ge=0)
     """Seconds of what it computes again."""
 
+    compiled_forward_s: float | None = Field(default=None, ge=0)
+    """Seconds of one micro-batch's forward under `compile_blocks`, the compiler's own time not included; None where
+    nobody has looked."""
+    compiled_backward_s: float | None = Field(default=None, ge=0)
+    """Seconds of its backward without recompute."""
+    compiled_bytes: int | None = Field(default=None, ge=0)
+    """Bytes kept for that backward, input included."""
     logits: int | None = Field(default=None, ge=0)
     """Logits of one micro-batch, in the head of a model whose loss the engine can compute in chunks
     (`Plan.loss_chunks`); None in every other block, and where nobody has looked."""
@@ -203,9 +216,17 @@ def rescale(profile: Profile, *, micro_batch: int | None = None, seq_len: int | 
                 "working_bytes": round(x.working_bytes * f),
                 **{
                     name: None if (value := getattr(x, name)) is None else round(value * f)
-                    for name in ("selective_bytes", "logits", "chunked_activation_bytes", "chunked_working_bytes")
+                    for name in (
+                        "selective_bytes",
+                        "compiled_bytes",
+                        "logits",
+                        "chunked_activation_bytes",
+                        "chunked_working_bytes",
+                    )
                 },
-                "selective_recompute_s": None if x.selective_recompute_s is None else x.selective_recompute_s * f,
+                "selective_recompute_s": _times(x.selective_recompute_s, f),
+                "compiled_forward_s": _times(x.compiled_forward_s, f),
+                "compiled_backward_s": _times(x.compiled_backward_s, f),
             }
         )
         for x in profile.blocks
@@ -239,7 +260,9 @@ def retarget(profile: Profile, hardware: str | Hardware) -> Profile:
             update={
                 "forward_s": b.forward_s * f,
                 "backward_s": b.backward_s * f,
-                "selective_recompute_s": None if b.selective_recompute_s is None else b.selective_recompute_s * f,
+                "selective_recompute_s": _times(b.selective_recompute_s, f),
+                "compiled_forward_s": _times(b.compiled_forward_s, f),
+                "compiled_backward_s": _times(b.compiled_backward_s, f),
             }
         )
         for b in profile.blocks
@@ -247,6 +270,10 @@ def retarget(profile: Profile, hardware: str | Hardware) -> Profile:
     note = f"seconds measured on {profile.hardware.name}, times {f:.3g} by the rates of a large matrix product"
     context = {**profile.context, "retargeted": note}
     return profile.replace(source="modelled", hardware=hw, blocks=blocks, context=context)
+
+
+def _times(seconds: float | None, factor: float) -> float | None:
+    return None if seconds is None else seconds * factor
 
 
 class _Cost:
@@ -272,7 +299,7 @@ class _Cost:
             kept, working, entry = 8 * t, 0, 8 * t
         elif b.kind == "layer":
             times, flops = self._layer()
-            more = self._selective()
+            more = self._selective() | self._compiled()
             kept, working, entry = t * self.item * self._kept_per_token(), 0, row
         else:
             flops, logits = s.head_flops(t), t * s.vocab
@@ -288,14 +315,24 @@ class _Cost:
             **more,
         )  # fmt: skip
 
-    def _layer(self) -> tuple[tuple[float, float], float]:
+    def _layer(self, share: float = 1.0) -> tuple[tuple[float, float], float]:
+        """Seconds forward and backward with `share` of the traffic, and forward FLOPs."""
         s, t = self.shape, self.tokens
         products, attention = s.layer_matmul_flops(t), s.layer_attention_flops(t, self.seq_len)
         seconds_attention = attention / (self.rate * ATTENTION_SHARE)
-        traffic = t * self._traffic_per_token() * (self.item / 2) / self.hbm
+        traffic = share * t * self._traffic_per_token() * (self.item / 2) / self.hbm
         forward = products * self.products + seconds_attention + traffic
         backward = 2 * products * self.products + ATTENTION_BACKWARD * seconds_attention + BACKWARD_TRAFFIC * traffic
         return (forward, backward), products + attention
+
+    def _compiled(self) -> dict[str, Any]:
+        """Seconds and bytes kept under `compile_blocks` (docs/cost_model.md)."""
+        times, _ = self._layer(COMPILED_TRAFFIC)
+        return {
+            "compiled_forward_s": times[0],
+            "compiled_backward_s": times[1],
+            "compiled_bytes": self.tokens * self.item * self._compiled_kept_per_token(),
+        }
 
     def _selective(self) -> dict[str, Any]:
         """Bytes kept and seconds repeated under `activations = selective` (docs/cost_model.md): the layer's input, the
@@ -336,3 +373,13 @@ class _Cost:
         attention = 2 * s.q_dim + 2 * s.kv_dim + (4 * (s.q_dim + s.kv_dim) if s.qk_norm else 0)
         width = s.mlp * max(1, s.experts_per_token)
         return norms + attention + (4 if s.gated_mlp else 2) * width + 2 * s.hidden * s.experts_per_token
+
+    def _compiled_kept_per_token(self) -> int:
+        """Elements of weight dtype per token that a compiled layer keeps: input and result of each norm, attention's
+        four tensors, inputs and result of the activation function; float32 copies and the like are computed again. With
+        what the rest of the model takes, 31 and 66 GB are 30.8 and 66.5 here (3.14B and Llama-3-8B, see
+        `COMPILED_TRAFFIC`)."""
+        s = self.shape
+        attention = 2 * s.q_dim + 2 * s.kv_dim + (2 * (s.q_dim + s.kv_dim) if s.qk_norm else 0)
+        width = s.mlp * max(1, s.experts_per_token)
+        return 4 * s.hidden + attention + (3 if s.gated_mlp else 2) * width + 2 * s.hidden * s.experts_per_token

@@ -2,7 +2,8 @@
 
 One micro-batch is run forward and backward a few times. Marks are set where the work passes from one block to the next
 (a block's first forward, the arrival of a gradient at its output), so the blocks' times add up to the whole, with
-nothing between them unaccounted. One extra pass counts FLOPs, kept tensors and transients. Afterwards the model is
+nothing between them unaccounted. One extra pass counts FLOPs, kept tensors and transients. With `compile_blocks` the
+same is done once more with compiled layers, after they have been compiled. Afterwards the model is
 bit for bit what it was: weights, gradients, buffers, random state, modes (`_untouched`), also after an exception.
 """
 
@@ -30,7 +31,15 @@ from superoffload.loss_costs import CHUNK_LOGIT_BYTES
 from superoffload.model import from_transformers
 from superoffload.model_source import fingerprint, load, reference
 from superoffload.profiler import BlockProfile, Profile
-from superoffload.profiling_counts import MORE_FLOPS, Counter, Counts, Marks, Phase, SelectiveCounts
+from superoffload.profiling_counts import (
+    MORE_FLOPS,
+    CompiledCounts,
+    Counter,
+    Counts,
+    Marks,
+    Phase,
+    SelectiveCounts,
+)
 from superoffload.profiling_state import Clock, untouched
 from superoffload.units import format_bytes
 
@@ -47,6 +56,7 @@ def profile(
     repeats: int = 3,
     blocks: Sequence[str] | None = None,
     name: str | None = None,
+    compile_blocks: bool = False,
 ) -> Profile:
     """Measure one micro-batch of `model` block by block.
 
@@ -59,9 +69,13 @@ def profile(
         repeats: timed passes after the warm-up; the median of each block counts.
         blocks: module names of the layers, as in `find_blocks`.
         name: name written into the profile; omitted, the model's own.
+        compile_blocks: measure the layers compiled too, so that plans with `compile_blocks` can be simulated. Off by
+            default because the compiler takes a while; that time is not part of the result.
 
     Raises:
-        InputError: nothing trainable, an empty batch, or an output no gradient can be taken of.
+        InputError: nothing trainable, an empty batch, or an output no gradient can be taken of; with `compile_blocks`,
+            layers that go through `torch.compile` already.
+        EngineError: the layers could not be compiled.
         DoesNotFit: the device ran out of memory with this micro-batch.
     """
     if repeats < 1:
@@ -69,6 +83,10 @@ def profile(
     parts = find_blocks(model, blocks)
     if not any(b.parameters for b in parts):
         raise InputError("the model has no trainable parameter", remedy="Set requires_grad on what shall train")
+    if compile_blocks:
+        from superoffload.engine.compiling import check_compilable  # with all of torch's compiler
+
+        check_compilable(model, parts)
     device = next(p.device for b in parts for _, p in b.parameters)
     args, kwargs = batch_arguments(model, batch, device)
     micro_batch, seq_len = _shape(args, kwargs)
@@ -84,6 +102,7 @@ def profile(
             chunked = runner.chunked(micro_batch * seq_len)
             passes = [runner.timed() for _ in range(repeats)]
             selective = runner.selective(repeats)
+            compiled = runner.compiled(repeats) if compile_blocks else CompiledCounts()
     except torch.OutOfMemoryError:
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -91,11 +110,7 @@ def profile(
             f"{micro_batch} x {seq_len} tokens do not fit on {device} when every activation is kept",
             remedy="Profile with a smaller micro-batch or shorter sequences, or use so.estimate()",
         ) from None
-    seconds = {
-        (phase, i): statistics.median(p[phase, i] for p in passes)
-        for phase in ("forward", "backward")
-        for i in range(len(parts))
-    }
+    seconds = _medians(passes)
     first_dtype = next(p.dtype for b in parts for _, p in b.parameters)
     profiles = tuple(
         BlockProfile(
@@ -112,6 +127,7 @@ def profile(
             selective_bytes=selective.bytes(counted.input_bytes, i),
             selective_recompute_s=selective.seconds.get(i),
             **chunked.get(i, {}),
+            **(compiled.fields(i) if b.kind == "layer" else {}),
         )
         for i, b in enumerate(parts)
     )
@@ -133,6 +149,7 @@ def profile(
             "autocast": str(torch.is_autocast_enabled(device.type)),
             "kept": format_bytes(sum(counted.kept_bytes)),
             **({"selective": selective.failure} if selective.failure else {}),
+            **({"compiled": "layers, by torch.compile (inductor)"} if compile_blocks else {}),
         },
     )
 
@@ -145,6 +162,7 @@ def profile_source(
     hardware: Hardware | None = None,
     dtype: str | None = None,
     gguf_file: str | None = None,
+    compile_blocks: bool = False,
 ) -> Profile:
     """Load a model by name (see `model_source.load`) onto this machine's GPU, or its CPU, and profile random tokens.
 
@@ -152,6 +170,7 @@ def profile_source(
         source: preset, Hugging Face id or folder.
         dtype: name of the weights' dtype, bfloat16 if omitted.
         gguf_file: name of the GGUF file in the folder, where it holds several.
+        compile_blocks: measure the layers compiled too.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ref: ModelRef | str = source
@@ -159,7 +178,8 @@ def profile_source(
         ref = ModelRef(name=source, fingerprint="", parameters=0, source=source, gguf_file=gguf_file)
     model, words = load(ref, dtype or "bfloat16", device)
     ids = torch.randint(len(words), (micro_batch, seq_len), generator=torch.Generator().manual_seed(0))
-    return profile(model, ids, hardware=hardware, name=reference(source, model).name)
+    called = reference(source, model).name
+    return profile(model, ids, hardware=hardware, name=called, compile_blocks=compile_blocks)
 
 
 def model_name(model: nn.Module) -> str:
@@ -261,6 +281,27 @@ class _Runner:
         found.add(results, [{b: clock.seconds(*s) for b, s in one.items() if len(s) == 2} for one in spans[1:]])
         return found
 
+    def compiled(self, repeats: int) -> CompiledCounts:
+        """Passes with every layer compiled: the first compiles, the second warms up, one counts what is kept, the
+        others are timed. What happens inside a compiled layer is hidden from dispatch modes, so that its FLOPs and
+        transients are left to the plain passes."""
+        from superoffload.engine.compiling import LayerCompiler
+
+        applied = AppliedPolicies(self.model, self.blocks, ["none"] * len(self.blocks), compiler=LayerCompiler())
+        try:
+            for _ in range(2):
+                self.timed()
+            counter = Counter(self.model, len(self.blocks), self.device)
+            keep = torch.compiler.disable(counter.keep)  # called from within the layer where it breaks the graph
+            with self._hooked(counter):
+                with saved_tensors_hooks(keep, lambda t: t):
+                    loss = self._forward(counter)
+                self._backward(counter, loss)
+                counter.close()
+            return CompiledCounts(counter.kept_bytes, _medians([self.timed() for _ in range(repeats)]))
+        finally:
+            applied.remove()
+
     def _pass(self, marks: Marks) -> Any:
         loss = self._forward(marks)
         self._backward(marks, loss)
@@ -314,6 +355,10 @@ class _Runner:
                         handles.append(t.register_hook(lambda grad: marks.to(block)))
 
         return hook
+
+
+def _medians(passes: list[dict[tuple[Phase, int], float]]) -> dict[tuple[Phase, int], float]:
+    return {key: statistics.median(p[key] for p in passes) for key in passes[0]}
 
 
 def _drop(parameter: Tensor) -> None:

@@ -54,6 +54,25 @@ class SelectiveCounts:
 
 
 @dataclass
+class CompiledCounts:
+    """What compiled layers keep and how long they take; empty where nobody looked."""
+
+    kept: list[int] = field(default_factory=list)
+    """Bytes by block."""
+    seconds: dict[tuple[Phase, int], float] = field(default_factory=dict)
+
+    def fields(self, block: int) -> dict[str, Any]:
+        """Those of the block's profile."""
+        if not self.kept:
+            return {}
+        return {
+            "compiled_forward_s": self.seconds["forward", block],
+            "compiled_backward_s": self.seconds["backward", block],
+            "compiled_bytes": self.kept[block],
+        }
+
+
+@dataclass
 class Marks:
     """Where the work passed from block to block in one pass."""
 

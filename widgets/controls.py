@@ -37,13 +37,17 @@ ACTIVATION_HELP = {
     "offload_inputs": "Each layer's input waits in CPU memory, its forward is computed again: for long sequences.",
     "offload_saved": "Everything that backward reads waits in CPU memory; nothing is computed again.",
 }
+COMPILE_HELP = (
+    "Fuses the operations of each layer: fewer bytes move and less is kept. Results round elsewhere than with eager "
+    "kernels, and the first step takes the compiler's time."
+)
 ACCUMULATE_TITLES = {"gpu": "the GPU, in p.grad", "cpu": "the CPU, fetched to add"}
 
 
 class Knob(W.VBox):  # type: ignore[misc]
     """A control, the button that hands it back to the cost model, and one line of why."""
 
-    def __init__(self, field: str, control: W.Widget, choose: Callable[[str], None]):
+    def __init__(self, field: str, control: W.Widget, choose: Callable[[str], None], beside: W.Widget | None = None):
         self.field, self.control = field, control
         self.why = W.HTML(layout=W.Layout(flex="1 1 0", min_width="0", margin="0", overflow="hidden"))
         self.why.add_class("so-why")
@@ -55,7 +59,9 @@ class Knob(W.VBox):  # type: ignore[misc]
         below = W.HBox([self.why, self.auto], layout=W.Layout(width="100%", height="15px", align_items="center"))
         below.add_class("so-below")
         control.layout.width, control.layout.margin = "100%", "0"
-        super().__init__([control, below], layout=W.Layout(width="100%", margin="0 0 1px 0", overflow="hidden"))
+        line = W.Layout(width="100%", overflow="hidden", align_items="center")
+        row = control if beside is None else W.HBox([control, beside], layout=line)
+        super().__init__([row, below], layout=W.Layout(width="100%", margin="0 0 1px 0", overflow="hidden"))
 
     def explain(self, plan: Plan, fixed: str | None) -> None:
         """Show where the value comes from."""
@@ -109,6 +115,9 @@ class Controls(W.VBox):  # type: ignore[misc]
             options=[(t, v) for v, t in ACTIVATION_TITLES.items()], description="Activations", layout=layout(), **drop
         )
         self.chunks = W.SelectionSlider(options=[1], description="Loss chunks", layout=layout(), **slider)
+        self.compiled = W.Checkbox(
+            description="compile", indent=False, layout=W.Layout(flex="0 0 72px", margin="0 0 0 6px")
+        )
         self.batch = W.SelectionSlider(options=[1], description="Micro-batch", layout=layout(), **slider)
         self.sequence = W.SelectionSlider(options=[1], description="Sequence", layout=layout(), **slider)
         self.accumulation = W.SelectionSlider(options=[1], description="Accumulate", layout=layout(), **slider)
@@ -128,7 +137,7 @@ class Controls(W.VBox):  # type: ignore[misc]
                 Knob("undo", self.undo, on_choose),
                 Knob("undo_buckets", self.undo_count, on_choose),
                 Knob("adam_threads", self.threads, on_choose),
-                Knob("activations", self.activations, on_choose),
+                Knob("activations", self.activations, on_choose, beside=self.compiled),
                 Knob("loss_chunks", self.chunks, on_choose),
                 Knob("micro_batch", self.batch, on_choose),
                 Knob("seq_len", self.sequence, on_choose),
@@ -137,6 +146,7 @@ class Controls(W.VBox):  # type: ignore[misc]
             )
         }
         rows = list(self.knobs.values())
+        self.compiled.observe(lambda change: self._edited("compile_blocks", change["new"]), names="value")
         super().__init__([rows[0], self.flow_which, *rows[1:]], layout=W.Layout(width="292px", flex="0 0 292px"))
         self.add_class("so-knobs")
         for field, knob in self.knobs.items():
@@ -182,6 +192,7 @@ class Controls(W.VBox):  # type: ignore[misc]
             "adam_threads": lambda: _range(self.threads, p.adam_threads, 1, s.hardware.cpu.cores),
             "activations": self._show_activations,
             "loss_chunks": lambda: _options(self.chunks, LOSS_CHUNKS, p.loss_chunks, str),
+            "compile_blocks": self._show_compiled,
             "micro_batch": lambda: _options(self.batch, MICRO_BATCHES, p.micro_batch, str),
             "seq_len": lambda: _options(self.sequence, SEQUENCES, p.seq_len, lambda v: f"{v:,}"),
             "accumulation": lambda: _options(self.accumulation, ACCUMULATIONS, p.accumulation, str),
@@ -218,6 +229,14 @@ class Controls(W.VBox):  # type: ignore[misc]
         if others:
             help_text += " Other blocks: " + ", ".join(f"{b} {policy}" for b, policy in sorted(others.items())) + "."
         _set_tooltip(self.activations, help_text)
+
+    def _show_compiled(self) -> None:
+        """A switch beside the activations, whose line it shares: why it stands as it does is its tooltip."""
+        s = self._session
+        _set(self.compiled, s.plan.compile_blocks)
+        fixed = s.why_fixed("compile_blocks")
+        self.compiled.disabled = bool(fixed)
+        _set_tooltip(self.compiled, f"{COMPILE_HELP} {fixed or s.plan.reasons.get('compile_blocks', 'Set by hand')}")
 
 
 def _set_tooltip(control: W.Widget, text: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from superoffload import hardware as hw_module
+from superoffload.activation_costs import knows_compiled
 from superoffload.errors import InputError, NotSupported
 from superoffload.graph import buckets_of
 from superoffload.hardware import Hardware
@@ -117,6 +118,10 @@ class Session:
         """Why a field cannot be edited here, with the remedy; None where it can."""
         if field in SHAPE_FIELDS:
             return self._why_shape_fixed()
+        if field == "compile_blocks" and not (self.plan.compile_blocks or knows_compiled(self.profile.blocks)):
+            return (
+                "The layers were not measured compiled. Profile again: so.profile(model, batch, compile_blocks=True)."
+            )
         return None
 
     def _why_shape_fixed(self) -> str | None:
@@ -326,7 +331,10 @@ def rebase(profile: Profile, hardware: Hardware) -> Profile:
     A block that spends its time in small operations will not speed up as much: the context says what was done.
     """
     ratio = profile.hardware.gpu.matmul_bf16_tflops / hardware.gpu.matmul_bf16_tflops
-    blocks = tuple(b.replace(forward_s=b.forward_s * ratio, backward_s=b.backward_s * ratio) for b in profile.blocks)
+    keys = ("forward_s", "backward_s", "selective_recompute_s", "compiled_forward_s", "compiled_backward_s")
+    blocks = tuple(
+        b.replace(**{k: s * ratio for k in keys if (s := getattr(b, k)) is not None}) for b in profile.blocks
+    )
     note = (
         f"block times {profile.source} on {profile.hardware.name}, scaled by {ratio:.3g}, the ratio of the machines' "
         "bf16 matrix rates"

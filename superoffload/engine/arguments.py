@@ -11,7 +11,7 @@ import torch
 from superoffload.engine.placement import Placement, callers_cores, place
 from superoffload.errors import InputError, NotSupported, did_you_mean
 from superoffload.kernels import available_cores, capabilities
-from superoffload.plan import Plan, check_master
+from superoffload.plan import Plan, check_compile, check_master
 
 
 class Hyper(NamedTuple):
@@ -89,6 +89,7 @@ def resolve_plan(plan: Plan | None, fields: dict[str, Any], device: torch.device
         plan = Plan(adam_threads=default_adam_threads(place(device) if device is not None else None))
     plan = plan.replace(**fields) if fields else plan
     check_master(plan)
+    check_compile(plan)
     if plan.master == "split" and not capabilities()["compiled"]:
         raise NotSupported(
             'master = "split" needs the compiled kernels', expected='master = "plain"',

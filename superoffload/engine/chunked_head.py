@@ -39,7 +39,10 @@ class InsteadOfLogits(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HARMLESS:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        raise _unfit(f"something is done to the logits on their way to the loss ({getattr(func, '__name__', func)})")
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):
+            name = getattr(func.__self__, "__name__", name)  # of an attribute
+        raise _unfit(f"something is done to the logits on their way to the loss ({name})")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "<no logits: the head has computed the loss in chunks>"

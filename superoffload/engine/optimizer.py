@@ -85,7 +85,7 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     Raises:
         InputError: a parameter list instead of the model, a parameter that is not the model's, an unknown plan field, a
-            block that cannot flow.
+            block that cannot flow, layers that are compiled already.
         NotSupported: `loss_chunks` above 1 for a model that does not make its loss in the known way.
         DoesNotFit: the state needs more memory than is free; nothing has been allocated.
     """
@@ -212,6 +212,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         check_policies([b.kind for b in blocks], self.plan)
         if self.plan.loss_chunks > 1:
             find_head(self.model)
+        if self.plan.compile_blocks:
+            from superoffload.engine.compiling import check_compilable  # with all of torch's compiler
+
+            check_compilable(self.model, blocks)
         check_start(self.model, self._weights)
         previous = optimizer_of(self.model)
         freed = report.memory(previous.engine) if previous is not None and previous._engine is not None else None

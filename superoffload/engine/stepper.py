@@ -59,7 +59,7 @@ class Engine:
         arguments: what a step would be taken with now; asked at the first gradient of a step that may speculate.
         log: what finished steps did; outlives the engine.
         start: where the model computes, and how its weights get there; None leaves it where it is.
-        activations: apply the plan's policies; else the model is run as it is.
+        activations: apply the plan's policies; else the model is run as it is, compiled where the plan says so.
         loss_scale: what the loss of a forward will be multiplied by; asked where the loss is computed in chunks.
     """
 
@@ -141,8 +141,9 @@ class Engine:
         """Parameters with a part in each bucket."""
         self._install(model, collects, life.handles)
         self.activations: AppliedPolicies | None = None
-        if activations:
-            self.activations = apply_plan(model, self.blocks, plan, self._activation_store, self.recorder.recompute)
+        if activations or plan.compile_blocks:
+            self.activations = apply_plan(model, self.blocks, plan, self._activation_store, self.recorder.recompute,
+                                          activations=activations)  # fmt: skip
             life.handles.append(self.activations)
         if plan.loss_chunks > 1:
             life.handles.append(ChunkedHead(model, plan.loss_chunks, _weakly(loss_scale)))

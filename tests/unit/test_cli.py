@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -96,7 +97,8 @@ def test_set_takes_every_field_by_its_type(capsys: pytest.CaptureFixture[str]) -
     settings = {
         "bucket_mb": "8", "retained_buckets": "2", "flow_blocks": "3,5", "prefetch_blocks": "2", "cast_down": "gpu",
         "cast_up": "cpu", "speculate": "off", "adam_threads": "8", "activations": "none", "accumulation": "2",
-        "accumulate_on": "cpu", "undo": "snapshot", "master": "plain", "activations_by_block": "3:full,4:selective",
+        "accumulate_on": "cpu", "undo": "snapshot", "master": "plain", "compile_blocks": "true",
+        "activations_by_block": "3:full,4:offload_inputs",
         "undo_buckets": "7", "loss_chunks": "4",
     }  # fmt: skip
     assert set(settings) == set(Plan.knobs()) - {"micro_batch", "seq_len"}
@@ -106,10 +108,25 @@ def test_set_takes_every_field_by_its_type(capsys: pytest.CaptureFixture[str]) -
         "bucket_mb": 8.0, "retained_buckets": 2, "flow_blocks": [3, 5], "prefetch_blocks": 2, "cast_down": "gpu",
         "cast_up": "cpu", "speculate": "off", "adam_threads": 8, "activations": "none", "accumulation": 2,
         "accumulate_on": "cpu", "undo": "snapshot", "micro_batch": 1, "seq_len": 128, "master": "plain",
-        "activations_by_block": {"3": "full", "4": "selective"}, "undo_buckets": 7, "loss_chunks": 4,
+        "activations_by_block": {"3": "full", "4": "offload_inputs"}, "compile_blocks": True, "undo_buckets": 7,
+        "loss_chunks": 4,
     }  # fmt: skip
     assert ok("plan", *SMALL, "--set", "flow_blocks=none", capsys=capsys)["plan"]["flow_blocks"] == []
     assert len(ok("plan", *SMALL, "--set", "flow=4", capsys=capsys)["plan"]["flow_blocks"]) == 4
+
+
+def test_a_switch_is_set_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for text, value in (("true", True), ("on", True), ("False", False), ("0", False)):
+        found = ok("plan", *SMALL, "--set", f"compile_blocks={text}", capsys=capsys)
+        assert found["plan"]["compile_blocks"] is value
+        assert "compile_blocks" not in found["reasons"]
+    code, _, err = run("plan", *SMALL, "--set", "compile_blocks=maybe", capsys=capsys)
+    assert code == 2
+    assert "true or false" in err
+    _, out, _ = run("plan", *SMALL, "--set", "compile_blocks=true", capsys=capsys)
+    assert re.search(r"^compile_blocks +on +given$", out, re.MULTILINE)
+    _, out, _ = run("plan", *SMALL, capsys=capsys)
+    assert re.search(r"^compile_blocks +off +compiling changes the bits", out, re.MULTILINE)
 
 
 def test_gpu_budget_is_kept(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from superoffload import model
+from superoffload.activation_costs import block_cost, block_seconds
 from superoffload.errors import InputError
 from superoffload.profiler import Profile, estimate, rescale, retarget
 
@@ -80,6 +81,32 @@ def test_float32_is_slower_and_larger_on_a_gpu() -> None:
     assert single.model_fingerprint != half.model_fingerprint
 
 
+@pytest.mark.parametrize(
+    ("name", "batch", "seq", "measured_s", "peak_gb"),
+    [("bench-3b", 4, 2048, 0.272, 31), ("llama-3-8b", 1, 8192, 0.727, 66)],
+)
+def test_compiled_layers_against_an_h200(name: str, batch: int, seq: int, measured_s: float, peak_gb: float) -> None:
+    """Forward and backward alone with compiled layers and nothing recomputed."""
+    profile = estimate(name, micro_batch=batch, seq_len=seq, hardware="h200-pcie5")
+    estimated = sum(sum(block_seconds(b, compiled=True)) for b in profile.blocks)
+    assert estimated == pytest.approx(measured_s, rel=0.015)
+    # The peak is at the loss: weights, what is kept, logits.
+    kept = sum(block_cost(b, "none", compiled=True).kept for b in profile.blocks)
+    held = 2 * profile.params + kept + profile.blocks[-1].working_bytes
+    assert held / 1e9 == pytest.approx(peak_gb, rel=0.015)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-14b", "gpt-oss-20b", "paper-5b"])
+def test_a_compiled_layer_is_faster_and_keeps_no_more(name: str) -> None:
+    for dtype in ("bfloat16", "float32"):
+        layer = estimate(name, micro_batch=1, seq_len=1024, hardware="gh200", dtype=dtype).blocks[1]
+        assert layer.compiled_forward_s is not None and layer.compiled_backward_s is not None
+        assert 0.3 * layer.forward_s < layer.compiled_forward_s < layer.forward_s
+        assert 0.3 * layer.backward_s < layer.compiled_backward_s < layer.backward_s
+        assert layer.compiled_bytes is not None
+        assert layer.input_bytes < layer.compiled_bytes <= layer.activation_bytes
+
+
 def test_rescaling_an_estimate_is_estimating_anew() -> None:
     small = estimate("llama-7b", micro_batch=1, seq_len=512, hardware="gh200")
     large = estimate("llama-7b", micro_batch=4, seq_len=2048, hardware="gh200")
@@ -93,7 +120,12 @@ def test_rescaling_a_measurement_is_proportional_and_says_so() -> None:
     assert seconds(double, True) == pytest.approx(2 * seconds(measured, True))
     assert double.blocks[1].activation_bytes == 2 * measured.blocks[1].activation_bytes
     assert double.blocks[1].selective_bytes == 2 * (measured.blocks[1].selective_bytes or 0)
+    assert double.blocks[1].compiled_bytes == 2 * (measured.blocks[1].compiled_bytes or 0)
+    for key in ("compiled_forward_s", "compiled_backward_s"):
+        assert getattr(double.blocks[1], key) == 2 * getattr(measured.blocks[1], key)
     assert "1 x 512" in double.context["rescaled"]
+    bare = measured.replace(blocks=tuple(b.replace(compiled_bytes=None) for b in measured.blocks))
+    assert rescale(bare, micro_batch=2).blocks[1].compiled_bytes is None
 
 
 def test_retargeting() -> None:
@@ -103,7 +135,12 @@ def test_retargeting() -> None:
     there = retarget(measured, "gb200")
     assert there.source == "modelled"
     assert there.hardware.name == "gb200"
-    assert seconds(there, False) == pytest.approx(seconds(here, False) * 773 / there.hardware.gpu.matmul_bf16_tflops)
+    ratio = 773 / there.hardware.gpu.matmul_bf16_tflops
+    assert seconds(there, False) == pytest.approx(seconds(here, False) * ratio)
+    for old, new in zip(here.blocks[1:-1], there.blocks[1:-1], strict=True):
+        assert block_seconds(new, compiled=True) == pytest.approx(
+            [s * ratio for s in block_seconds(old, compiled=True)]
+        )
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,13 @@ def test_deepspeed_gets_the_same_split_and_hyperparameters() -> None:
     assert any("no asynchronous step while gradient_clipping is set" in n for n in notes)
 
 
+def test_compiled_layers_are_left_to_the_user_of_deepspeed() -> None:
+    notes = {c: export.deepspeed(config(compile_blocks=c, activations="none"))[1] for c in (False, True)}
+    assert set(notes[True]) - set(notes[False]) == {
+        "compile_blocks is left out: call layer.compile() on each layer before deepspeed.initialize()."
+    }
+
+
 def test_deepspeed_waits_where_the_plan_waits() -> None:
     offload = export.deepspeed(config(speculate="off"))[0]["zero_optimization"]["offload_optimizer"]
     assert offload["super_offload"] is False

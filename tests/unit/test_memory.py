@@ -78,10 +78,12 @@ MIB = 2**20
 
 
 def policy_items(tiny: ModuleType, **fields: object) -> dict[str, int]:
-    """Ledger of four layers with inputs of 2 MiB and activations of 10, of which selective keeps 5."""
+    """Ledger of four layers with inputs of 2 MiB and activations of 10, of which selective keeps 5. Compiled they keep
+    7."""
     profile = tiny.profile(tiny.hardware(), layers=4)
     sizes = {"input_bytes": 2 * MIB, "activation_bytes": 10 * MIB, "selective_bytes": 5 * MIB,
-             "selective_recompute_s": 0.25}  # fmt: skip
+             "selective_recompute_s": 0.25, "compiled_bytes": 7 * MIB, "compiled_forward_s": 0.5,
+             "compiled_backward_s": 1.5}  # fmt: skip
     blocks = tuple(b.model_copy(update=sizes) for b in profile.blocks)
     return items(ledger(profile.replace(blocks=blocks), tiny.plan(**fields)))
 
@@ -100,6 +102,13 @@ def policy_items(tiny: ModuleType, **fields: object) -> dict[str, int]:
         ({"activations": "none", "activations_by_block": {0: "offload_inputs", 3: "full"}}, {
             "activations": 20, "layer inputs kept for recomputation": 2, "offloaded layer inputs": 2,
             "offloaded tensors in flight": 4, "recomputed layer, logits and loss": 8}),
+        ({"activations": "none", "compile_blocks": True}, {"activations": 28}),
+        ({"activations": "full", "compile_blocks": True}, {
+            "layer inputs kept for recomputation": 8, "recomputed layer, logits and loss": 5}),
+        ({"activations": "offload_inputs", "compile_blocks": True}, {
+            "offloaded layer inputs": 8, "offloaded tensors in flight": 4, "recomputed layer, logits and loss": 5}),
+        ({"activations": "offload_saved", "compile_blocks": True}, {
+            "offloaded activations": 28, "offloaded tensors in flight": 14}),
     ],
 )  # fmt: skip
 def test_what_each_policy_keeps_and_where(
@@ -108,6 +117,15 @@ def test_what_each_policy_keeps_and_where(
     words = ("activations", "layer", "results", "offloaded", "recomputed")
     found = {k: v / MIB for k, v in policy_items(tiny, **fields).items() if k.startswith(words)}
     assert found == expected
+
+
+def test_the_gradients_of_a_compiled_layer_exist_at_once() -> None:
+    profile = estimate("llama-7b", micro_batch=1, seq_len=512, hardware="gh200")
+    plan = Plan(micro_batch=1, seq_len=512, activations="none")
+    eager, compiled = (items(ledger(profile, plan.replace(compile_blocks=c))) for c in (False, True))
+    embedding, layer = profile.blocks[0], profile.blocks[1]
+    assert eager["gradient being produced"] == 2 * embedding.params
+    assert compiled["gradient being produced"] == 2 * max(layer.params, embedding.params) == 2 * layer.params
 
 
 def test_small_inputs_are_not_worth_a_copy(tiny: ModuleType) -> None:

@@ -15,8 +15,9 @@ from superoffload.memory import HOST_RESERVE_BYTES, ledger
 from superoffload.model import ModelSpec
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
+from superoffload.planner_pace import Pace
 from superoffload.profiler import Profile, estimate, rescale, retarget
-from superoffload.units import GB
+from superoffload.units import GB, format_bytes
 
 CHUNK_FIELDS = ("logits", "chunked_activation_bytes", "chunked_working_bytes")
 
@@ -50,7 +51,7 @@ def test_all_given_is_kept_as_given(bench: Profile) -> None:
         "bucket_mb": 128.0, "retained_buckets": 3, "flow_blocks": (2, 5), "prefetch_blocks": 2, "cast_down": "cpu",
         "cast_up": "gpu", "speculate": "on", "adam_threads": 5, "activations": "full", "micro_batch": 2,
         "seq_len": 1024, "accumulation": 2, "accumulate_on": "cpu", "undo": "snapshot", "master": "plain",
-        "activations_by_block": {4: "none"}, "undo_buckets": 4, "loss_chunks": 2,
+        "activations_by_block": {4: "none"}, "undo_buckets": 4, "loss_chunks": 2, "compile_blocks": True,
     }  # fmt: skip
     assert make_plan(bench, **values) == Plan.model_validate(values)
 
@@ -118,6 +119,52 @@ def test_selective_wins_where_everything_does_not_leave_room() -> None:
     assert make_plan(unknown).activations == "none"
     with pytest.raises(InputError, match="does not say what layer 0 keeps"):
         make_plan(unknown, activations="selective")
+
+
+def test_compiling_is_for_a_person_to_choose_and_its_gain_is_told() -> None:
+    profile = estimate("llama-3-8b", micro_batch=1, seq_len=8192, hardware="h200-pcie5")
+    plan = make_plan(profile)
+    assert plan.compile_blocks is False
+    why = plan.reasons["compile_blocks"]
+    assert why.startswith("off: compiling changes the bits of the results")
+    told = re.search(
+        r"work in a step is modelled at (\d+) ms with it(?: and activations = none)?, (\d+) ms without$", why
+    )
+    assert told, why
+    compiled = make_plan(profile, compile_blocks=True)
+    assert "compile_blocks" not in compiled.reasons
+    assert compiled.activations == "none", "selective is no choice"
+    assert "selective" not in compiled.reasons["activations"]
+    kept = sum(b.compiled_bytes or b.activation_bytes for b in profile.blocks)
+    assert format_bytes(kept) in compiled.reasons["activations"]
+    pace = Pace(profile)
+    assert float(told[1]) / 1e3 == pytest.approx(pace.gpu_seconds(compiled), rel=0.05)
+    assert float(told[2]) / 1e3 == pytest.approx(pace.gpu_seconds(plan), rel=0.01)
+    assert simulator.step_seconds(profile, compiled) < 0.95 * simulator.step_seconds(profile, plan)
+    with pytest.raises(InputError, match=r'compile_blocks = True with activations = selective.*"none"'):
+        make_plan(profile, compile_blocks=True, activations="selective")
+    fixed = make_plan(profile, activations="selective")
+    assert "cannot be used" in fixed.reasons["compile_blocks"]
+
+
+def test_a_profile_that_does_not_know_compiled_layers() -> None:
+    profile = estimate("llama-3-8b", micro_batch=1, seq_len=8192, hardware="h200-pcie5")
+    unknown = profile.replace(
+        context={}, blocks=tuple(b.model_copy(update={"compiled_forward_s": None}) for b in profile.blocks)
+    )
+    assert "does not say what it would gain" in make_plan(unknown).reasons["compile_blocks"]
+    with pytest.raises(InputError, match="does not say what layer 0 costs under compile_blocks"):
+        make_plan(unknown, compile_blocks=True)
+
+
+def test_the_nearest_plan_of_compiled_layers_is_not_selective() -> None:
+    profile = estimate("llama-3-8b", micro_batch=1, seq_len=8192, hardware="gh200")
+    given = {"compile_blocks": True, "activations": "none", "flow_blocks": (), "retained_buckets": 0, "loss_chunks": 8}
+    asked = make_plan(profile, **given)
+    gpu = profile.hardware.gpu.replace(memory_gb=ledger(profile, asked).total("gpu") / GB - 1)
+    nearest = nearest_fit(profile.replace(hardware=profile.hardware.replace(gpu=gpu)), asked)
+    assert nearest is not None
+    assert nearest.compile_blocks and nearest.activations == "full"
 
 
 def test_the_inputs_of_a_long_sequence_go_to_the_host_before_a_block_flows() -> None:

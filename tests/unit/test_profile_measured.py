@@ -195,6 +195,39 @@ def test_a_model_whose_loss_has_no_chunks_is_profiled_as_such() -> None:
     assert head(nn.Sequential(nn.Embedding(V, H), nn.Linear(H, V))).logits is None
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_layers_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from superoffload.engine import compiling
+
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")  # partitions as inductor does
+    torch._dynamo.reset()
+    model = tiny()
+    before = state_of(model)
+    plain = profile(model, ids(), hardware=LAPTOP, repeats=1)
+    assert plain.blocks[1].compiled_forward_s is plain.blocks[1].compiled_bytes is None
+    measured = profile(model, ids(), hardware=LAPTOP, repeats=2, compile_blocks=True)
+    assert state_of(model) == before
+    assert "forward" not in model.model.layers[0].__dict__
+    for eager, layer in zip(plain.blocks[1:-1], measured.blocks[1:-1], strict=True):
+        assert layer.compiled_forward_s is not None and layer.compiled_backward_s is not None
+        assert 0 < layer.compiled_forward_s < 0.5, "without the compiler's own time"
+        assert 0 < layer.compiled_backward_s < 0.5
+        assert layer.compiled_bytes is not None
+        assert layer.input_bytes < layer.compiled_bytes
+        assert layer.activation_bytes == eager.activation_bytes
+    assert measured.blocks[0].compiled_bytes is None, "only layers are compiled"
+    assert "torch.compile" in measured.context["compiled"]
+    with pytest.raises(InputError, match=r"goes through torch\.compile already"):
+        profile(torch.compile(model, backend="eager"), ids(), hardware=LAPTOP, repeats=1, compile_blocks=True)
+    # An engine's policy on the model is not what is measured.
+    from superoffload.engine import OffloadAdamW
+
+    with OffloadAdamW(model, activations="full", compile_blocks=True):
+        attached = profile(model, ids(), hardware=LAPTOP, repeats=1, compile_blocks=True)
+    assert [b.compiled_bytes for b in attached.blocks] == [b.compiled_bytes for b in measured.blocks]
+
+
 def test_a_layer_that_cannot_repeat_itself_is_said_so() -> None:
     class Fickle(nn.Module):
         def __init__(self) -> None:

@@ -55,6 +55,17 @@ def test_json_round_trip_is_exact(record: Any, tmp_path: Path) -> None:
     assert type(record).from_json(record.to_json(indent=None)).to_json() == record.to_json()
 
 
+def test_files_from_before_compiled_layers_are_read() -> None:
+    profile, plan = a_profile(), Plan()
+    old_profile, old_plan = json.loads(profile.to_json()), json.loads(plan.to_json())
+    for block in old_profile["blocks"]:
+        for key in ("compiled_forward_s", "compiled_backward_s", "compiled_bytes"):
+            del block[key]
+    del old_plan["compile_blocks"]
+    assert Profile.from_json(json.dumps(old_profile)) == profile
+    assert Plan.from_json(json.dumps(old_plan)) == plan
+
+
 @given(
     st.builds(
         Plan,

@@ -138,6 +138,36 @@ def test_policies_differ_by_block(tiny: ModuleType, machine: Hardware) -> None:
     assert again == {1: 1.0, 2: 0.25}
 
 
+def test_compiled_layers_take_their_own_time(tiny: ModuleType, machine: Hardware) -> None:
+    profile = tiny.profile(machine, layers=4)
+    with pytest.raises(InputError, match=r"does not say what layer 0 costs under compile_blocks.*--compile-blocks"):
+        graph.build(profile, tiny.plan(compile_blocks=True))
+    known = {"compiled_forward_s": 0.5, "compiled_backward_s": 1.25, "compiled_bytes": 3000}
+    profile = profile.replace(blocks=tuple(b.model_copy(update=known) for b in profile.blocks))
+    plan = tiny.plan(compile_blocks=True, activations="none", activations_by_block={1: "full"})
+    seconds: dict[tuple[str, int], float] = {}
+    for op in graph.build(profile, plan).ops:
+        seconds[op.kind, op.block] = seconds.get((op.kind, op.block), 0.0) + op.seconds
+    assert [seconds["forward", b] for b in range(4)] == [0.5] * 4
+    assert [seconds["backward", b] for b in range(4)] == pytest.approx([1.25] * 4, abs=EXACT)
+    assert [b for kind, b in seconds if kind == "recompute"] == [1]
+    assert seconds["recompute", 1] == 0.5
+
+
+def test_the_gradients_of_a_compiled_layer_come_at_its_end(tiny: ModuleType) -> None:
+    # Three buckets in one layer: eager they leave after 2, 4 and 6 s of its backward.
+    hw = tiny.hardware(down=1e6, up=1e6, adam=1e6)
+    profile = tiny.profile(hw, layers=1, params=3 * tiny.BUCKET_PARAMS, backward=6.0)
+    known = {"compiled_forward_s": 1.0, "compiled_backward_s": 6.0, "compiled_bytes": 3000}
+    profile = profile.replace(blocks=tuple(b.model_copy(update=known) for b in profile.blocks))
+    ends = {}
+    for compiled in (False, True):
+        pieces = [op for op in graph.build(profile, tiny.plan(compile_blocks=compiled)).ops if op.kind == "backward"]
+        ends[compiled] = [round(sum(op.seconds for op in pieces[: i + 1]), 3) for i in range(len(pieces))]
+        assert [op.bucket for op in pieces] == [0, 1, 2]
+    assert ends == {False: [2.0, 4.0, 6.0], True: [6.0, 6.0, 6.0]}
+
+
 def test_accumulation_adds_a_whole_micro_batch(tiny: ModuleType, machine: Hardware) -> None:
     trace = simulate(tiny.profile(machine), tiny.plan(accumulation=2))
     assert trace.step_s == pytest.approx(11.75 + 6 + VERDICT_S, abs=EXACT)

@@ -483,3 +483,28 @@ def test_every_activation_policy_is_offered_and_explained(tuner: Tuner) -> None:
     tuner._refresh()
     assert control.tooltip.endswith("Other blocks: 3 full.")
     assert tuner.plan.activations_by_block == {3: "full"}
+
+
+def test_compiled_layers_are_a_knob(tuner: Tuner) -> None:
+    control = tuner.controls.compiled
+    tuner.session.edit(activations="none")
+    before = tuner.trace.step_s
+    assert control.value is False
+    assert "changes the bits" in control.tooltip
+    assert not control.disabled
+    control.value = True
+    assert tuner.plan.compile_blocks is tuner.trace.plan.compile_blocks is True
+    assert tuner.trace.step_s < before
+    assert "Set by hand" in control.tooltip
+    tuner.controls.activations.value = "selective"
+    assert "sees no operation of a compiled layer" in text(tuner)
+    assert tuner.plan.activations == "none"
+    control.value = False
+    assert tuner.plan.compile_blocks is False
+
+
+def test_a_profile_without_compiled_layers_says_how_to_get_them(small_profile: Profile, sent: Sent) -> None:
+    t = Tuner(small_profile, autosave=False)
+    assert t.controls.compiled.disabled
+    assert "compile_blocks=True" in t.controls.compiled.tooltip
+    t.close_all()
