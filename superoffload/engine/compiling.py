@@ -98,20 +98,26 @@ class LayerCompiler:
         try:
             return shared.function(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as e:
-            raise EngineError(
-                f"the forward of {shared.name} could not be compiled: {_first_line(e)}",
-                expected="a C++ compiler where the model is on the CPU, Triton and a C compiler where it is on a GPU",
-                remedy="Make the optimizer with compile_blocks=False, or install what is missing",
-            ) from e
+            raise _failed(shared.name, e) from e
         finally:
             config.recompile_limit, config.skip_nnmodule_hook_guards = limit, skip
 
 
-def _first_line(error: BaseException) -> str:
+TOOLS = ("InvalidCxxCompiler", "CppCompileError", "CUDACompileError", "TritonMissing", "GPUTooOldForTriton")
+"""Errors of torch that mean that a compiler is missing or does not work."""
+
+
+def _failed(name: str, error: BaseException) -> EngineError:
     """The compiler's own complaint, without the advice that torch adds."""
     cause = getattr(error, "inner_exception", None) or error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return f"{type(cause).__name__}: {lines[0] if lines else 'it does not say why'}"
+    kind = type(cause).__name__
+    line = next((line.strip() for line in str(cause).splitlines() if line.strip()), "it does not say why")
+    needs = "a C++ compiler where the model is on the CPU, Triton and a C compiler where it is on a GPU"
+    return EngineError(
+        f"the forward of {name} could not be compiled: {kind}: {line}",
+        expected=needs if kind in TOOLS else None,
+        remedy="Make the optimizer with compile_blocks=False",
+    )
 
 
 def _to_stderr(line: str) -> None:

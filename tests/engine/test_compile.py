@@ -446,3 +446,17 @@ def test_a_missing_compiler_is_told_with_the_way_out(monkeypatch):
             model(X)
     with make(model, activations="full", compile_blocks=False) as opt:
         steps(model, opt, 1)
+
+
+def test_what_a_compiler_cannot_do_is_told_in_its_own_words(monkeypatch):
+    def fails(graph, inputs):
+        raise ValueError("no such instruction\nand much more")
+
+    monkeypatch.setattr(compiling, "BACKEND", fails)
+    model = Stack()
+    with make(model, activations="none"), pytest.raises(EngineError) as e:
+        model(X)
+    assert str(e.value) == (
+        "the forward of Layer could not be compiled: ValueError: no such instruction. Make the optimizer with "
+        "compile_blocks=False."
+    )

@@ -101,6 +101,28 @@ def test_measuring_leaves_the_model_bit_identical(
     assert {"forward", "backward"} <= {e.kind for e in trace.events}
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_layers_are_measured_in_a_thread(
+    model: nn.Module, profiled: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the panel does; the layers draw random numbers and count their calls in a buffer."""
+    from superoffload.engine import compiling
+
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    before, found = state(model), []
+    plan = plan_for(profiled, compile_blocks=True, flow_blocks=(1,))
+    thread = threading.Thread(target=lambda: found.append(measure_steps(model, BATCH, profiled, plan, steps=2)))
+    thread.start()
+    thread.join()
+    after = state(model)
+    assert {k: v for k, v in after.items() if k != "random"} == {k: v for k, v in before.items() if k != "random"}
+    assert after["random"] == before["random"]
+    assert found[0].source == "measured"
+    assert found[0].plan.compile_blocks
+
+
 def test_cancel_and_errors_leave_it_bit_identical_too(model: nn.Module, profiled: Profile) -> None:
     before = state(model)
     stop = threading.Event()
