@@ -27,6 +27,7 @@ _HOME = {
     "make_plan": "planner",
     "simulate": "simulator",
     "OffloadAdamW": "engine",
+    "chunked_cross_entropy": "engine",
     # records
     "Hardware": "hardware",
     "ModelSpec": "model",
@@ -53,7 +54,7 @@ would replace the function in this namespace by the module."""
 if TYPE_CHECKING:
     from superoffload import hardware, model
     from superoffload.config import ModelRef, OptimizerConfig, TrainingConfig, TunedConfig
-    from superoffload.engine import OffloadAdamW
+    from superoffload.engine import OffloadAdamW, chunked_cross_entropy
     from superoffload.errors import (
         DoesNotFit,
         EngineError,
@@ -92,6 +93,7 @@ __all__ = [
     "TrainingConfig",
     "TunedConfig",
     "__version__",
+    "chunked_cross_entropy",
     "estimate",
     "hardware",
     "make_plan",

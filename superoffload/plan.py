@@ -57,6 +57,10 @@ class Plan(Record):
     `offload_saved`: nothing is recomputed, everything goes to pinned host memory."""
     activations_by_block: dict[int, Activations] = Field(default_factory=dict)
     """Layers with another policy than `activations`, by block number."""
+    loss_chunks: Annotated[int, Field(ge=1)] = 1
+    """The head's logits and loss are computed in that many chunks of tokens, so that only one chunk's logits exist at a
+    time. 1: the model's own loss. More: for Hugging Face causal language models, which then return no logits where
+    they train."""
     micro_batch: Annotated[int, Field(ge=1)] = 1
     """Sequences per micro-batch."""
     seq_len: Annotated[int, Field(ge=1)] = 1

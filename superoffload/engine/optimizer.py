@@ -23,6 +23,7 @@ from superoffload.engine.activations import model_recomputes
 from superoffload.engine.arguments import Hyper, StepSettings, accelerate_syncs, check_hyper, resolve_plan
 from superoffload.engine.blocks import Block, find_blocks
 from superoffload.engine.buckets import DTYPES, ManagedParam, plan_layout
+from superoffload.engine.chunked_head import find_head
 from superoffload.engine.device import with_index
 from superoffload.engine.fit import check_fit
 from superoffload.engine.flow import check_flow_blocks
@@ -60,7 +61,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         gradient_accumulation_steps: backward passes per `step()`, where no `no_sync()` marks them.
         plan: where state lives; default: every bucket on the CPU. Any plan field may be given by name instead.
             What it says of activations is applied to the model's layers until `close()`, in place of the model's own
-            checkpointing. Without a plan, and without `activations=...`, the model's own is left as it is.
+            checkpointing. Without a plan, and without `activations=...`, the model's own is left as it is. With
+            `loss_chunks` above 1 a forward that trains returns its loss and no logits (None).
         device: where the model computes; default: where its weights are. Weights elsewhere go straight to where they
             are trained, so that a model which fits the GPU only with flow blocks can be made on the CPU, or on the meta
             device.
@@ -84,6 +86,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     Raises:
         InputError: a parameter list instead of the model, a parameter that is not the model's, an unknown plan field, a
             block that cannot flow.
+        NotSupported: `loss_chunks` above 1 for a model that does not make its loss in the known way.
         DoesNotFit: the state needs more memory than is free; nothing has been allocated.
     """
 
@@ -127,6 +130,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._loss_scale: LossScale | None = None
         self._scaled = False
         """Whether the loss of the step that is being gathered was scaled."""
+        self._scales = True
+        """Whether that of the last step was; before the first one, float16 weights are taken as a sign that it will."""
         self._unlearned = False
         """Whether the last step was scaled, and its verdict is not yet in the loss scale."""
         self._skips_before = 0
@@ -205,6 +210,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             partials += managed[-1].chunks
         layouts = plan_layout(managed, len(blocks), self.plan)
         check_policies([b.kind for b in blocks], self.plan)
+        if self.plan.loss_chunks > 1:
+            find_head(self.model)
         check_start(self.model, self._weights)
         previous = optimizer_of(self.model)
         freed = report.memory(previous.engine) if previous is not None and previous._engine is not None else None
@@ -225,6 +232,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._engine = Engine(
             self.model, blocks, managed, layouts, self.plan, trace=self._record_trace, collects=self._collects,
             arguments=self._arguments, log=self._log, start=start, activations=self._applies_activations,
+            loss_scale=self._loss_scale_now,
         )  # fmt: skip
         self._managed = managed
         if self._loss_scale is None and any(p.dtype == "float16" for p in managed):
@@ -334,6 +342,13 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._scaled = True
         return loss * self._loss_scale.scale
 
+    def _loss_scale_now(self) -> float:
+        """What `scale_loss` will multiply the loss of this forward by, where it is called."""
+        if self._loss_scale is None or not self._scales:
+            return 1.0
+        self.learn_loss_scale()
+        return self._loss_scale.scale
+
     def learn_loss_scale(self) -> None:
         """Wait for the verdict of the last step, if its loss was scaled, and let the scale follow it."""
         if self._unlearned and self._loss_scale is not None:
@@ -372,7 +387,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._fired.clear()
         self._taken.clear()
         if self.engine.step(self._arguments()):
-            self._unlearned, self._scaled = self._scaled, False
+            self._unlearned, self._scales, self._scaled = self._scaled, self._scaled, False
             if not self.state:
                 self._show_steps()
         return loss

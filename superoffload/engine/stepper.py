@@ -29,6 +29,7 @@ from superoffload.engine.activations import AppliedPolicies, apply_plan
 from superoffload.engine.arguments import StepSettings
 from superoffload.engine.blocks import Block
 from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
+from superoffload.engine.chunked_head import ChunkedHead
 from superoffload.engine.device import device_for
 from superoffload.engine.flow import Flow
 from superoffload.engine.gradients import GradientCollector, collect_hook
@@ -59,6 +60,7 @@ class Engine:
         log: what finished steps did; outlives the engine.
         start: where the model computes, and how its weights get there; None leaves it where it is.
         activations: apply the plan's policies; else the model is run as it is.
+        loss_scale: what the loss of a forward will be multiplied by; asked where the loss is computed in chunks.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Engine:
         arguments: Callable[[], StepSettings],
         log: StepLog,
         activations: bool,
+        loss_scale: Callable[[], float],
         start: Start | None = None,
     ):
         devices = {start.device} if start is not None else {p.param.device for p in params}
@@ -141,6 +144,8 @@ class Engine:
         if activations:
             self.activations = apply_plan(model, self.blocks, plan, self._activation_store, self.recorder.recompute)
             life.handles.append(self.activations)
+        if plan.loss_chunks > 1:
+            life.handles.append(ChunkedHead(model, plan.loss_chunks, _weakly(loss_scale)))
 
     def _activation_store(self, min_bytes: int) -> ActivationStore:
         arenas = frozenset(b.weights.untyped_storage().data_ptr() for b in self.arenas.buckets)
@@ -460,3 +465,14 @@ class Engine:
         self.cancel_speculation()
         self.collector.discard()
         self.weights.tell_rejected()
+
+
+def _weakly(loss_scale: Callable[[], float]) -> Callable[[], float]:
+    """Of an optimizer that the model must not keep alive."""
+    method = weakref.WeakMethod(loss_scale)
+
+    def scale() -> float:
+        bound = method()
+        return 1.0 if bound is None else bound()
+
+    return scale

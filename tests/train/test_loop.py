@@ -117,11 +117,13 @@ def test_a_checkpoint_is_an_ordinary_model_folder(source: Path, text: Path, tmp_
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "chunks"), [("bfloat16", 1), ("float16", 1), ("float32", 1), ("bfloat16", 3), ("float16", 3)]
+)
 def test_resuming_continues_bit_for_bit_also_under_another_plan(
-    source: Path, text: Path, tmp_path: Path, dtype: str
+    source: Path, text: Path, tmp_path: Path, dtype: str, chunks: int
 ) -> None:
-    cfg = config(source, dtype)
+    cfg = config(source, dtype, {"loss_chunks": chunks})
     train(cfg, text, steps=8, out=tmp_path / "whole", progress=False)
     saving = cfg.replace(training=cfg.training.replace(save_every=3))
     train(saving, text, steps=8, out=tmp_path / "run", progress=False)
