@@ -75,6 +75,17 @@ def policies_of(blocks: Sequence[BlockProfile], plan: Plan) -> list[Activations]
     return [plan.activations_of(i) if b.kind == "layer" else "none" for i, b in enumerate(blocks)]
 
 
+def peaks(blocks: Sequence[BlockProfile], plan: Plan) -> list[int]:
+    """GPU bytes at the largest moment of each block: what all blocks up to it keep, what its backward makes anew and
+    what it needs in passing. Offloaded tensors in flight are not counted."""
+    kept, found = 0, []
+    for block, policy in zip(blocks, policies_of(blocks, plan), strict=True):
+        cost = block_cost(block, policy)
+        kept += cost.kept
+        found.append(kept + cost.again + block.working_bytes)
+    return found
+
+
 def check_policies(kinds: Sequence[str], plan: Plan) -> None:
     """Refuse overrides for blocks that do not exist or have no policy.
 

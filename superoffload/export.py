@@ -81,6 +81,8 @@ def deepspeed(config: TunedConfig) -> tuple[dict[str, Any], list[str]]:
         f"activations is left out: DeepSpeed takes recomputation from the model ({recompute}).",
         f"seq_len {plan.seq_len}, {run.steps} steps and seed {run.seed} belong to your training script.",
     ]
+    if plan.loss_chunks > 1:
+        notes.append(f"loss_chunks {plan.loss_chunks} is left out: under DeepSpeed the model computes its own loss.")
     if opt.max_grad_norm is not None and plan.speculate != "off":
         notes.append("DeepSpeed's super_offload takes no asynchronous step while gradient_clipping is set.")
     return body, notes

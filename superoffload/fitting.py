@@ -7,6 +7,7 @@ from typing import Any
 
 from superoffload import graph
 from superoffload.errors import DoesNotFit, InputError
+from superoffload.loss_costs import enough_chunks
 from superoffload.memory import Ledger, Place, ledger
 from superoffload.plan import Plan
 from superoffload.profiler import Profile, rescale
@@ -51,7 +52,9 @@ def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:
         return next((q for n in counts if fits(q := p.model_copy(update={"retained_buckets": n}))), None)
 
     selective = all(b.selective_bytes is not None for b in profile.blocks if b.kind == "layer")
+    chunks = enough_chunks(profile, plan)
     changes: tuple[tuple[bool, dict[str, Any]], ...] = (
+        (chunks > plan.loss_chunks, {"loss_chunks": chunks}),
         (plan.activations == "none" and selective, {"activations": "selective", "activations_by_block": {}}),
         (
             plan.activations in ("none", "selective", "offload_saved") or bool(plan.activations_by_block),

@@ -16,6 +16,7 @@ from superoffload.activation_costs import IN_FLIGHT_BLOCKS, ActivationCost, bloc
 from superoffload.errors import InputError
 from superoffload.hardware import Curve, Hardware
 from superoffload.layout import Bucket, TensorRef, cut_buckets
+from superoffload.loss_costs import check_loss_chunks
 from superoffload.plan import Plan, check_master
 from superoffload.profiler import Profile, rescale
 from superoffload.tracing import Kind, Lane
@@ -178,6 +179,7 @@ def check_plan(profile: Profile, plan: Plan) -> None:
     if wrong:
         raise InputError(f"flow_blocks names block {wrong[0]}", expected=f"0 to {len(profile.blocks) - 1}")
     check_policies([b.kind for b in profile.blocks], plan)
+    check_loss_chunks(profile.blocks, plan)
     check_master(plan)
     total = len(buckets_of(profile, plan.bucket_mb, plan.flow_blocks))
     if plan.retained_buckets > total:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from superoffload.activation_costs import IN_FLIGHT_BLOCKS, block_cost, policies_of
+from superoffload.activation_costs import IN_FLIGHT_BLOCKS, block_cost, peaks, policies_of
+from superoffload.loss_costs import in_chunks
 from superoffload.plan import Activations
 from superoffload.record import Record
 from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, FP32_BYTES, GB, REMAINDER_BYTES, UNDO_BYTES
@@ -206,18 +207,18 @@ def _activations(blocks: tuple[BlockProfile, ...], plan: Plan) -> dict[Place, di
     everything is kept; that of a layer when the later ones are gone already. What is offloaded is on the GPU for two
     blocks at a time.
     """
+    blocks = tuple(in_chunks(b, plan.loss_chunks) for b in blocks)
     gpu, pinned = dict.fromkeys(_KEPT.values(), 0), dict.fromkeys(_MOVED.values(), 0)
-    kept, extra, largest = 0, 0, 0
+    kept, largest = 0, 0
     for block, policy in zip(blocks, policies_of(blocks, plan), strict=True):
         cost = block_cost(block, policy)
         kept += cost.kept
         gpu[_KEPT[policy if block.kind == "layer" else plan.activations]] += cost.kept
-        extra = max(extra, kept + cost.again + block.working_bytes)
         if cost.moved:
             pinned[_MOVED[policy]] += cost.moved
             largest = max(largest, cost.moved)
     gpu["offloaded tensors in flight"] = IN_FLIGHT_BLOCKS * largest
-    gpu["recomputed layer, logits and loss"] = max(0, extra - kept)
+    gpu["recomputed layer, logits and loss"] = max(0, max(peaks(blocks, plan), default=0) - kept)
     return {"gpu": gpu, "pinned": pinned}
 
 

@@ -9,6 +9,7 @@ from superoffload import graph, simulator
 from superoffload.errors import InputError, did_you_mean
 from superoffload.fitting import does_not_fit, evenly, spread_layers
 from superoffload.hardware import Hardware
+from superoffload.loss_costs import can_chunk, enough_chunks, in_chunks
 from superoffload.memory import ledger
 from superoffload.plan import ACTIVATIONS, CASTS, Activations, Cast, Plan
 from superoffload.planner_room import Room
@@ -122,7 +123,7 @@ class _Chooser:
             plan = plan.model_copy(update={"speculate": "off"})
             self.reasons["speculate"] = f"off: no plan has memory left for its undo {plan.undo}s"
             alone = True
-        plan = self._placement(plan)
+        plan = self._loss_and_placement(plan)
         if "speculate" not in self.given and not alone:
             plan = self._speculation(plan)
         return plan.model_copy(update={"reasons": dict(self.reasons)})
@@ -234,6 +235,47 @@ class _Chooser:
             p for p in ACTIVATIONS if p != "offload_saved"
             and not (p == "selective" and unknown) and not (p.startswith("offload") and self.hw.shared_memory)
         )  # fmt: skip
+
+    def _loss_and_placement(self, plan: Plan) -> Plan:
+        """Compute the loss in chunks where its logits take memory that shortens the step elsewhere."""
+        if "loss_chunks" in self.given:
+            return self._placement(plan)
+        if not can_chunk(self.profile.blocks):
+            self.reasons["loss_chunks"] = "1: the profile knows of no other loss than the model's own"
+            return self._placement(plan)
+        head = next(b for b in self.profile.blocks if b.logits is not None)
+        policy = {} if "activations" in self.given else {"activations": "full"}
+        chunks = enough_chunks(self.profile, plan.model_copy(update=policy))
+        own = f"1: the model's own loss, {format_bytes(head.working_bytes)} in passing"
+        if chunks == 1:
+            self.reasons["loss_chunks"] = f"{own}, which is less than a layer takes or too few tokens to divide"
+            return self._placement(plan)
+        if self._all_fits(plan):
+            self.reasons["loss_chunks"] = f"{own}, which fit the GPU's memory beside everything"
+            return self._placement(plan)
+        before = dict(self.reasons)
+        whole = self._placement(plan)
+        kept, self.reasons = self.reasons, before
+        divided = self._placement(plan.model_copy(update={"loss_chunks": chunks}))
+        fits, with_one, with_more = ledger(self.profile, whole).fits, self._seconds(whole), self._seconds(divided)
+        if fits and with_one <= with_more * GOOD_ENOUGH:
+            self.reasons = kept
+            self.reasons["loss_chunks"] = f"{own}: in {chunks} chunks the step would not be shorter"
+            return whole
+        saved = format_bytes(in_chunks(head, chunks).working_bytes)
+        why = f"a step of {format_seconds(with_more)}, {format_seconds(with_one)} with 1" if fits else "1 does not fit"
+        self.reasons["loss_chunks"] = (
+            f"{chunks}: {saved} for logits and loss in passing instead of {format_bytes(head.working_bytes)}; {why}"
+        )
+        return divided
+
+    def _all_fits(self, plan: Plan) -> bool:
+        """Whether the GPU's memory limits nothing: everything kept, every bucket retained."""
+        loose: dict[str, Any] = {"activations": "none"}
+        if not (self.hw.shared_memory and not self.hw.gpu.peak_bf16_tflops):
+            loose["retained_buckets"] = len(graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks))
+        changes = {k: v for k, v in loose.items() if k not in self.given}
+        return self.room.gpu_over(plan.model_copy(update=changes)) <= 0
 
     def _placement(self, plan: Plan) -> Plan:
         """Choose activations, flow and retained together: they compete for the GPU's memory."""

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from superoffload import graph
+from superoffload.loss_costs import enough_chunks
 from superoffload.memory import ledger
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
@@ -22,10 +23,12 @@ class Room:
         self.profile, self.given = profile, given
 
     def frugal(self, plan: Plan) -> Plan:
-        """`plan` with activations recomputed, and on the GPU only the buckets that the host has no room for, where
-        these fields are open."""
+        """`plan` with activations recomputed, the loss in chunks, and on the GPU only the buckets that the host has no
+        room for, where these fields are open."""
         least: dict[str, Any] = {"activations": "full", "retained_buckets": 0}
         plan = plan.model_copy(update={k: v for k, v in least.items() if k not in self.given})
+        if "loss_chunks" not in self.given:
+            plan = plan.model_copy(update={"loss_chunks": enough_chunks(self.profile, plan)})
         return plan if "retained_buckets" in self.given else self.relieving_host(plan)
 
     def waiting(self, plan: Plan) -> Plan:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from superoffload.activation_costs import KEEP_FLOPS_PER_BYTE
 from superoffload.errors import InputError
@@ -68,6 +68,22 @@ class BlockProfile(Record):
     """Bytes kept for backward under `activations = selective`, input included; None where nobody has looked."""
     selective_recompute_s: float | None = Field(default=None, ge=0)
     """Seconds of what it computes again."""
+
+    logits: int | None = Field(default=None, ge=0)
+    """Logits of one micro-batch, in the head of a model whose loss the engine can compute in chunks
+    (`Plan.loss_chunks`); None in every other block, and where nobody has looked."""
+    chunked_activation_bytes: int | None = Field(default=None, ge=0)
+    """`activation_bytes` of such a head with chunks: the gradient of its input is kept, and no logits. (The gradient of
+    its weight is kept too, and not counted here.)"""
+    chunked_working_bytes: int | None = Field(default=None, ge=0)
+    """`working_bytes` with chunks, but for those of a chunk's logits (`loss_costs.CHUNK_LOGIT_BYTES` each)."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> BlockProfile:
+        told = {x is None for x in (self.logits, self.chunked_activation_bytes, self.chunked_working_bytes)}
+        if len(told) > 1:
+            raise ValueError("logits, chunked_activation_bytes and chunked_working_bytes belong together")
+        return self
 
     @property
     def params(self) -> int:
@@ -185,7 +201,10 @@ def rescale(profile: Profile, *, micro_batch: int | None = None, seq_len: int | 
                 "input_bytes": round(x.input_bytes * f),
                 "activation_bytes": round(x.activation_bytes * f),
                 "working_bytes": round(x.working_bytes * f),
-                "selective_bytes": None if x.selective_bytes is None else round(x.selective_bytes * f),
+                **{
+                    name: None if (value := getattr(x, name)) is None else round(value * f)
+                    for name in ("selective_bytes", "logits", "chunked_activation_bytes", "chunked_working_bytes")
+                },
                 "selective_recompute_s": None if x.selective_recompute_s is None else x.selective_recompute_s * f,
             }
         )
@@ -245,7 +264,7 @@ class _Cost:
 
     def block(self, b: BlockShape) -> BlockProfile:
         s, t = self.shape, self.tokens
-        selective: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         row = t * s.hidden * self.item
         if b.kind == "embedding":
             table = sum(b.numels) * self.item
@@ -253,7 +272,7 @@ class _Cost:
             kept, working, entry = 8 * t, 0, 8 * t
         elif b.kind == "layer":
             times, flops = self._layer()
-            selective = self._selective()
+            more = self._selective()
             kept, working, entry = t * self.item * self._kept_per_token(), 0, row
         else:
             flops, logits = s.head_flops(t), t * s.vocab
@@ -261,10 +280,12 @@ class _Cost:
             times = (flops * self.products + loss[0], 2 * flops * self.products + loss[1])
             kept, entry = 4 * row, row
             working = logits * (LOGIT_BYTES if self.item == 2 else 12)
+            # With chunks the gradient of the head's input is kept in place of the input, which is there until then.
+            more = {"logits": logits, "chunked_activation_bytes": kept, "chunked_working_bytes": row}
         return BlockProfile(
             name=b.name, kind=b.kind, tensor_numels=b.numels, dtype=self.dtype, forward_s=times[0],
             backward_s=times[1], forward_flops=flops, input_bytes=entry, activation_bytes=kept, working_bytes=working,
-            **selective,
+            **more,
         )  # fmt: skip
 
     def _layer(self) -> tuple[tuple[float, float], float]:

@@ -23,8 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from superoffload.config import ModelRef
 from superoffload.engine.activations import AppliedPolicies
 from superoffload.engine.blocks import Block, find_blocks
-from superoffload.errors import DoesNotFit, InputError
+from superoffload.engine.chunked_head import ChunkedHead, find_head
+from superoffload.errors import DoesNotFit, InputError, NotSupported
 from superoffload.hardware import Hardware
+from superoffload.loss_costs import CHUNK_LOGIT_BYTES
 from superoffload.model import from_transformers
 from superoffload.model_source import fingerprint, load, reference
 from superoffload.profiler import BlockProfile, Profile
@@ -33,6 +35,8 @@ from superoffload.profiling_state import Clock, untouched
 from superoffload.units import format_bytes
 
 Batch = Mapping[str, Tensor] | Tensor
+COUNTED_CHUNKS = 4
+"""Chunks of the loss in the pass that counts their bytes."""
 
 
 def profile(
@@ -77,6 +81,7 @@ def profile(
         with untouched(model, device):
             runner.timed()  # warm-up: allocations, library handles, autotuning
             counted = runner.counted()
+            chunked = runner.chunked(micro_batch * seq_len)
             passes = [runner.timed() for _ in range(repeats)]
             selective = runner.selective(repeats)
     except torch.OutOfMemoryError:
@@ -106,6 +111,7 @@ def profile(
             working_bytes=counted.working_bytes[i],
             selective_bytes=selective.bytes(counted.input_bytes, i),
             selective_recompute_s=selective.seconds.get(i),
+            **chunked.get(i, {}),
         )
         for i, b in enumerate(parts)
     )
@@ -193,6 +199,34 @@ class _Runner:
             self._backward(counter, loss)
             counter.close()
         return Counts(counter.flops, counter.input_bytes, counter.kept_bytes, counter.working_bytes)
+
+    def chunked(self, tokens: int) -> dict[int, dict[str, int]]:
+        """A pass that counts the head's bytes with the loss in chunks: fields of `BlockProfile` by block. Empty where
+        the engine would refuse that."""
+        try:
+            head = find_head(self.model)
+            applied = ChunkedHead(self.model, COUNTED_CHUNKS)
+            try:
+                counted = self.counted()
+            finally:
+                applied.remove()
+        except NotSupported:
+            return {}
+        weight = head.linear.weight
+        block = next((i for i, b in enumerate(self.blocks) if any(m is head.linear for m in b.modules)), None)
+        if block is None or "labels" not in self.kwargs:
+            return {}
+        kind, item = self.device.type, weight.element_size()
+        if torch.is_autocast_enabled(kind):
+            item = torch.get_autocast_dtype(kind).itemsize
+        logits = tokens * len(weight)
+        gradients = sum(p.numel() * item for p in (weight, head.linear.bias) if p is not None and p.requires_grad)
+        chunk = CHUNK_LOGIT_BYTES * -(-tokens // COUNTED_CHUNKS) * len(weight)
+        return {block: {
+            "logits": logits,
+            "chunked_activation_bytes": max(0, counted.kept_bytes[block] - gradients),
+            "chunked_working_bytes": max(0, counted.working_bytes[block] - chunk),
+        }}  # fmt: skip
 
     def selective(self, repeats: int) -> SelectiveCounts:
         """Passes with every layer's policy `selective`: the first finds out how far recompute goes, the others are

@@ -9,12 +9,14 @@ import ipywidgets as W
 
 from superoffload.errors import InputError
 from superoffload.fitting import evenly
+from superoffload.loss_costs import can_chunk
 from superoffload.plan import CASTS, Plan
 from superoffload.widgets.parts import escape
 from superoffload.widgets.session import Session
 
 BUCKET_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+LOSS_CHUNKS = (1, 2, 4, 8, 16, 32, 64)
 SEQUENCES = tuple(2**i for i in range(7, 20))
 ACCUMULATIONS = (1, 2, 4, 8, 16, 32, 64)
 CAST_TITLES = {"gpu": "on the GPU (fp32 crosses)", "cpu": "separate CPU pass", "fused": "fused into CPU Adam"}
@@ -105,6 +107,7 @@ class Controls(W.VBox):  # type: ignore[misc]
         self.activations = W.Dropdown(
             options=[(t, v) for v, t in ACTIVATION_TITLES.items()], description="Activations", layout=layout(), **drop
         )
+        self.chunks = W.SelectionSlider(options=[1], description="Loss chunks", layout=layout(), **slider)
         self.batch = W.SelectionSlider(options=[1], description="Micro-batch", layout=layout(), **slider)
         self.sequence = W.SelectionSlider(options=[1], description="Sequence", layout=layout(), **slider)
         self.accumulation = W.SelectionSlider(options=[1], description="Accumulate", layout=layout(), **slider)
@@ -124,6 +127,7 @@ class Controls(W.VBox):  # type: ignore[misc]
                 Knob("undo", self.undo, on_choose),
                 Knob("adam_threads", self.threads, on_choose),
                 Knob("activations", self.activations, on_choose),
+                Knob("loss_chunks", self.chunks, on_choose),
                 Knob("micro_batch", self.batch, on_choose),
                 Knob("seq_len", self.sequence, on_choose),
                 Knob("accumulation", self.accumulation, on_choose),
@@ -171,6 +175,7 @@ class Controls(W.VBox):  # type: ignore[misc]
             "undo": lambda: _set(self.undo, p.undo),
             "adam_threads": lambda: _range(self.threads, p.adam_threads, 1, s.hardware.cpu.cores),
             "activations": self._show_activations,
+            "loss_chunks": lambda: _options(self.chunks, LOSS_CHUNKS, p.loss_chunks, str),
             "micro_batch": lambda: _options(self.batch, MICRO_BATCHES, p.micro_batch, str),
             "seq_len": lambda: _options(self.sequence, SEQUENCES, p.seq_len, lambda v: f"{v:,}"),
             "accumulation": lambda: _options(self.accumulation, ACCUMULATIONS, p.accumulation, str),
@@ -192,6 +197,7 @@ class Controls(W.VBox):  # type: ignore[misc]
                 ("accumulate_on", p.accumulation > 1),
                 ("master", p.cast_up == "fused" and any(b.dtype == "bfloat16" for b in s.profile.blocks)),
                 ("cast_up", p.master == "plain"),
+                ("loss_chunks", p.loss_chunks > 1 or can_chunk(s.profile.blocks)),
             ):
                 self.knobs[field].layout.display = None if matters else "none"
         finally:

@@ -97,6 +97,7 @@ def test_set_takes_every_field_by_its_type(capsys: pytest.CaptureFixture[str]) -
         "bucket_mb": "8", "retained_buckets": "2", "flow_blocks": "3,5", "prefetch_blocks": "2", "cast_down": "gpu",
         "cast_up": "cpu", "speculate": "off", "adam_threads": "8", "activations": "none", "accumulation": "2",
         "accumulate_on": "cpu", "undo": "snapshot", "master": "plain", "activations_by_block": "3:full,4:selective",
+        "loss_chunks": "4",
     }  # fmt: skip
     assert set(settings) == set(Plan.knobs()) - {"micro_batch", "seq_len"}
     arguments = [x for k, v in settings.items() for x in ("--set", f"{k}={v}")]
@@ -105,7 +106,7 @@ def test_set_takes_every_field_by_its_type(capsys: pytest.CaptureFixture[str]) -
         "bucket_mb": 8.0, "retained_buckets": 2, "flow_blocks": [3, 5], "prefetch_blocks": 2, "cast_down": "gpu",
         "cast_up": "cpu", "speculate": "off", "adam_threads": 8, "activations": "none", "accumulation": 2,
         "accumulate_on": "cpu", "undo": "snapshot", "micro_batch": 1, "seq_len": 128, "master": "plain",
-        "activations_by_block": {"3": "full", "4": "selective"},
+        "activations_by_block": {"3": "full", "4": "selective"}, "loss_chunks": 4,
     }  # fmt: skip
     assert ok("plan", *SMALL, "--set", "flow_blocks=none", capsys=capsys)["plan"]["flow_blocks"] == []
     assert len(ok("plan", *SMALL, "--set", "flow=4", capsys=capsys)["plan"]["flow_blocks"]) == 4

@@ -50,6 +50,9 @@ def test_deepspeed_gets_the_same_split_and_hyperparameters() -> None:
     assert body["scheduler"]["type"] == "WarmupCosineLR"
     assert body["scheduler"]["params"]["total_num_steps"] == 50
     assert any("cast_down" in n for n in notes)
+    assert not any("loss_chunks" in n for n in notes)
+    divided = cfg.replace(plan=cfg.plan.replace(loss_chunks=4))
+    assert any("loss_chunks 4 is left out" in n for n in export.deepspeed(divided)[1])
     assert any("no asynchronous step while gradient_clipping is set" in n for n in notes)
 
 

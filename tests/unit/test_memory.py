@@ -149,3 +149,19 @@ def test_overflow_and_largest(tiny: ModuleType) -> None:
     assert set(account.overflow()) == {"gpu", "host"}
     assert account.largest("gpu").name == "CUDA context and allocator"  # type: ignore[union-attr]
     assert account.largest("pinned").name == "held gradients"  # type: ignore[union-attr]
+
+
+def test_a_loss_in_chunks_takes_its_share_of_the_logits() -> None:
+    """Llama-3-8B at 8,192 tokens: 13.7 GB with the model's own loss."""
+    profile = estimate("llama-3-8b", micro_batch=1, seq_len=8192, hardware="h200-pcie5")
+    logits, row = 8192 * 128256, 8192 * 4096 * 2
+    assert profile.blocks[-1].logits == logits
+
+    def extra(chunks: int, activations: str = "none") -> int:
+        plan = Plan(micro_batch=1, seq_len=8192, loss_chunks=chunks, activations=activations)
+        return items(ledger(profile, plan))["recomputed layer, logits and loss"]
+
+    assert extra(1) == 13 * logits
+    assert extra(8) == 8 * logits // 8 + row
+    layer = profile.blocks[1]
+    assert extra(16, "full") == layer.activation_bytes - layer.input_bytes - 4 * row, "a layer takes more"

@@ -6,15 +6,19 @@ from types import ModuleType
 import pytest
 
 from superoffload import graph, planner, simulator
+from superoffload.activation_costs import peaks
 from superoffload.errors import DoesNotFit, InputError
 from superoffload.fitting import nearest_fit, spread_layers
 from superoffload.hardware import preset
+from superoffload.loss_costs import MIN_CHUNK_TOKENS, enough_chunks, in_chunks
 from superoffload.memory import HOST_RESERVE_BYTES, ledger
 from superoffload.model import ModelSpec
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile, estimate, retarget
 from superoffload.units import GB
+
+CHUNK_FIELDS = ("logits", "chunked_activation_bytes", "chunked_working_bytes")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,7 @@ def test_all_given_is_kept_as_given(bench: Profile) -> None:
         "bucket_mb": 128.0, "retained_buckets": 3, "flow_blocks": (2, 5), "prefetch_blocks": 2, "cast_down": "cpu",
         "cast_up": "gpu", "speculate": "on", "adam_threads": 5, "activations": "full", "micro_batch": 2,
         "seq_len": 1024, "accumulation": 2, "accumulate_on": "cpu", "undo": "snapshot", "master": "plain",
-        "activations_by_block": {4: "none"},
+        "activations_by_block": {4: "none"}, "loss_chunks": 2,
     }  # fmt: skip
     assert make_plan(bench, **values) == Plan.model_validate(values)
 
@@ -83,7 +87,7 @@ def test_gpu_memory_bounds_retained_and_forces_recompute() -> None:
     profile = estimate("qwen3-14b", micro_batch=4, seq_len=4096, hardware="gh200")
     cpu = profile.hardware.cpu.replace(memory_gb=400)
     profile = profile.replace(hardware=profile.hardware.replace(cpu=cpu))
-    plan = make_plan(profile)
+    plan = make_plan(profile, loss_chunks=1)
     assert plan.activations == "full"
     assert "does not fit the memory: none, selective (" in plan.reasons["activations"]
     assert ledger(profile, plan).fits
@@ -93,16 +97,19 @@ def test_gpu_memory_bounds_retained_and_forces_recompute() -> None:
 def test_a_wide_link_and_a_large_host_could_take_the_activations() -> None:
     """By hand only: no machine has confirmed the model of it."""
     profile = estimate("qwen3-14b", micro_batch=4, seq_len=4096, hardware="gh200")
-    plan = make_plan(profile)
+    plan = make_plan(profile, loss_chunks=1)
     assert plan.activations != "offload_saved"
-    moved = make_plan(profile, activations="offload_saved")
+    moved = make_plan(profile, activations="offload_saved", loss_chunks=1)
     assert simulator.step_seconds(profile, moved) < 0.9 * simulator.step_seconds(profile, plan)
 
 
 def test_selective_wins_where_everything_does_not_leave_room() -> None:
     profile = estimate("llama-3-8b", micro_batch=1, seq_len=8192, hardware="h200-pcie5")
-    plan = make_plan(profile)
+    plan = make_plan(profile, loss_chunks=1)
     assert plan.activations == "selective"
+    divided = make_plan(profile)
+    assert divided.loss_chunks > 1
+    assert divided.activations == "none", "the logits' room serves the layers"
     assert "full and offload_inputs: the GPU alone would take as long" in plan.reasons["activations"]
     unknown = profile.replace(
         context={}, blocks=tuple(b.model_copy(update={"selective_bytes": None}) for b in profile.blocks)
@@ -206,7 +213,7 @@ def test_a_plan_that_does_not_fit_names_the_largest_item_and_the_nearest_that_fi
 
 def test_a_smaller_micro_batch_is_proposed_where_nothing_else_helps() -> None:
     profile = estimate("llama-7b", micro_batch=64, seq_len=4096, hardware="h100-pcie5")
-    with pytest.raises(DoesNotFit, match="micro_batch=16 instead of 64"):
+    with pytest.raises(DoesNotFit, match="micro_batch=32 instead of 64"):
         make_plan(profile)
 
 
@@ -267,3 +274,63 @@ def test_gradients_wait_on_the_host_where_the_gpu_has_no_room_for_them() -> None
     assert plan.flow_blocks
     assert ledger(profile, plan).fits
     assert make_plan(large(40, gpu_gb=146, host_gb=400), accumulation=4).accumulate_on == "gpu"
+
+
+def test_the_loss_is_divided_where_its_logits_cost_time_elsewhere() -> None:
+    long = estimate("llama-3-8b", micro_batch=1, seq_len=32768, hardware="h200-pcie5")
+    plan = make_plan(long)
+    assert plan.loss_chunks == enough_chunks(long, plan.model_copy(update={"activations": "full"})) > 1
+    assert re.search(r"GB for logits and loss in passing instead of 54.\d+ GB; a step of", plan.reasons["loss_chunks"])
+    with_one = make_plan(long, loss_chunks=1)
+    assert "loss_chunks" not in with_one.reasons
+    assert simulator.step_seconds(long, plan) < 0.9 * simulator.step_seconds(long, with_one)
+
+
+def test_the_models_own_loss_where_the_memory_does_not_ask(bench: Profile) -> None:
+    roomy = make_plan(bench)
+    assert roomy.loss_chunks == 1
+    assert "fit the GPU's memory beside everything" in roomy.reasons["loss_chunks"]
+    short = make_plan(estimate("bench-3b", micro_batch=1, seq_len=512, hardware="h200-pcie5"))
+    assert short.loss_chunks == 1
+    assert "too few tokens" in short.reasons["loss_chunks"]
+    same = make_plan(estimate("llama-3-8b", micro_batch=1, seq_len=8192, hardware="gh200"))
+    assert same.loss_chunks == 1
+    assert "would not be shorter" in same.reasons["loss_chunks"]
+
+
+def test_chunks_are_enough_once_a_layer_takes_more_than_the_head() -> None:
+    profile = estimate("llama-3-8b", micro_batch=1, seq_len=8192, hardware="h200-pcie5")
+    plan = Plan(activations="full", micro_batch=1, seq_len=8192)
+    chunks = enough_chunks(profile, plan)
+
+    def head_decides(n: int) -> bool:
+        *others, head = peaks([in_chunks(b, n) for b in profile.blocks], plan)
+        return head > max(others)
+
+    assert [head_decides(n) for n in (chunks // 2, chunks)] == [True, False]
+    without = profile.replace(blocks=tuple(b.model_copy(update=dict.fromkeys(CHUNK_FIELDS)) for b in profile.blocks))
+    assert enough_chunks(without, plan) == 1
+    tokens = profile.tokens // enough_chunks(profile, plan.model_copy(update={"activations": "none"}))
+    assert tokens == MIN_CHUNK_TOKENS
+
+
+def test_chunks_are_refused_for_a_model_that_is_not_known_to_have_them(tiny: ModuleType) -> None:
+    profile = tiny.profile(tiny.hardware())
+    assert "no other loss" in make_plan(profile).reasons["loss_chunks"]
+    with pytest.raises(InputError, match=r"loss_chunks = 2.*superoffload\.chunked_cross_entropy"):
+        make_plan(profile, loss_chunks=2)
+
+
+def test_what_fits_only_with_a_divided_loss_is_found() -> None:
+    profile = estimate("llama-3-8b", micro_batch=1, seq_len=16384, hardware="h200-pcie5")
+    gpu = profile.hardware.gpu.model_copy(update={"memory_gb": 16.0})
+    cpu = profile.hardware.cpu.model_copy(update={"memory_gb": 400.0})
+    small = retarget(profile, profile.hardware.replace(name="small", gpu=gpu, cpu=cpu))
+    plan = make_plan(small)
+    assert plan.loss_chunks > 1
+    assert "1 does not fit" in plan.reasons["loss_chunks"]
+    with pytest.raises(DoesNotFit):
+        make_plan(small, loss_chunks=1)
+    nearest = nearest_fit(small, plan.model_copy(update={"loss_chunks": 1}))
+    assert nearest is not None
+    assert nearest.loss_chunks > 1

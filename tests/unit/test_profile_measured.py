@@ -138,6 +138,63 @@ def test_what_selective_keeps_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     assert measured.blocks[0].selective_bytes is None, "the embedding has no policy"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bytes_of_a_loss_in_chunks_are_those_that_a_step_takes(dtype: Any, tied: bool) -> None:
+    """From a profile to the ledger's items, against the live bytes of a step under the engine."""
+    from superoffload.engine import OffloadAdamW
+    from superoffload.loss_costs import CHUNK_LOGIT_BYTES
+    from superoffload.memory import ledger
+    from superoffload.plan import Plan
+    from superoffload.profiling_counts import Watch
+
+    config = transformers.LlamaConfig(
+        hidden_size=H, intermediate_size=M, num_hidden_layers=2, num_attention_heads=4, vocab_size=4096,
+        use_cache=False, tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(dtype)
+    x = torch.randint(4096, (2, 256), generator=torch.Generator().manual_seed(1))
+    measured = profile(model, x, hardware=LAPTOP, repeats=1)
+    modelled = profiler.estimate(
+        shapes.from_transformers(config.to_dict()), micro_batch=2, seq_len=256, hardware=LAPTOP,
+        dtype=str(dtype).removeprefix("torch."),
+    )  # fmt: skip
+    assert measured.blocks[-1].logits == modelled.blocks[-1].logits == x.numel() * 4096
+    assert all(b.logits is None for p in (measured, modelled) for b in p.blocks[:-1])
+    peaks = {}
+    for chunks in (2, 8, 32):
+        with OffloadAdamW(model, loss_chunks=chunks, speculate="off", bucket_mb=1) as opt, opt.no_sync():
+            with Watch(model) as watch:
+                model(input_ids=x, labels=x).loss.backward()
+            opt.zero_grad()
+        peaks[chunks] = watch.peak
+        plan = Plan(micro_batch=2, seq_len=256, loss_chunks=chunks, activations="none", speculate="off", bucket_mb=1)
+        names = ("activations", "recomputed layer, logits and loss", "gradient being produced")
+        for p, tolerance in ((measured, 0.05), (modelled, 0.15)):
+            counted = sum(i.bytes for i in ledger(p, plan).items if i.name in names)
+            assert watch.peak == pytest.approx(counted, rel=tolerance), (p.source, chunks)
+    logits = CHUNK_LOGIT_BYTES * x.numel() * 4096
+    assert peaks[2] - peaks[8] == pytest.approx(logits * (1 / 2 - 1 / 8), rel=0.01)
+    assert Profile.from_json(measured.to_json()) == measured
+
+
+def test_a_model_whose_loss_has_no_chunks_is_profiled_as_such() -> None:
+    def head(model: nn.Module) -> profiler.BlockProfile:
+        return profile(model, ids(), hardware=LAPTOP, repeats=1).blocks[-1]
+
+    capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
+        hidden_size=H, intermediate_size=M, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=16, vocab_size=V, final_logit_softcapping=20.0,
+    ))  # fmt: skip
+    assert head(capped).logits is None
+    assert not any({"forward", "_loss_function"} & set(m.__dict__) for m in capped.modules())
+    own = tiny()
+    own.loss_function = lambda logits, labels, **_: logits.mean()
+    assert head(own).logits is None
+    assert head(nn.Sequential(nn.Embedding(V, H), nn.Linear(H, V))).logits is None
+
+
 def test_a_layer_that_cannot_repeat_itself_is_said_so() -> None:
     class Fickle(nn.Module):
         def __init__(self) -> None:

@@ -69,6 +69,7 @@ def test_json_round_trip_is_exact(record: Any, tmp_path: Path) -> None:
         adam_threads=st.integers(1, 512),
         activations=st.sampled_from(ACTIVATIONS),
         activations_by_block=st.dictionaries(st.integers(0, 200), st.sampled_from(ACTIVATIONS), max_size=3),
+        loss_chunks=st.integers(1, 1000),
         micro_batch=st.integers(1, 1000),
         seq_len=st.integers(1, 10**6),
         accumulation=st.integers(1, 64),
@@ -77,6 +78,19 @@ def test_json_round_trip_is_exact(record: Any, tmp_path: Path) -> None:
 )
 def test_any_plan_survives_json_bit_for_bit(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_profile_from_before_a_field_is_read() -> None:
+    profile = a_profile()
+    body = json.loads(profile.to_json())
+    for block in body["blocks"]:
+        for name in ("logits", "chunked_activation_bytes", "chunked_working_bytes"):
+            block.pop(name, None)
+    old = Profile.from_json(json.dumps(body))
+    assert all(b.logits is None for b in old.blocks)
+    body["blocks"][-1]["logits"] = 7
+    with pytest.raises(InputError, match="belong together"):
+        Profile.from_json(json.dumps(body))
 
 
 def test_a_file_names_its_kind_and_another_kind_is_refused(tmp_path: Path) -> None:

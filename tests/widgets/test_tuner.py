@@ -261,6 +261,21 @@ def test_knobs_that_do_nothing_are_out_of_sight(tuner: Tuner) -> None:
     assert (tuner.plan.accumulate_on, tuner.plan.undo) == ("cpu", "snapshot")
 
 
+def test_the_loss_in_chunks_by_hand_and_back(tuner: Tuner) -> None:
+    knob, before = tuner.controls.knobs["loss_chunks"], tuner.trace.memory.total("gpu")
+    assert knob.layout.display is None
+    tuner.controls.chunks.value = 8
+    assert tuner.plan.loss_chunks == 8
+    assert tuner.trace.memory.total("gpu") < before
+    assert "set by hand" in knob.why.value
+    knob.auto.click()
+    assert "loss_chunks" in tuner.plan.reasons
+
+
+def test_a_model_whose_loss_has_no_chunks_shows_no_such_knob(small_profile: Profile) -> None:
+    assert Tuner(small_profile).controls.knobs["loss_chunks"].layout.display == "none"
+
+
 def test_auto_hands_one_knob_back(tuner: Tuner) -> None:
     chosen = tuner.plan.retained_buckets
     tuner.controls.retained.value = chosen + 9
