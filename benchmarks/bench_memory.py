@@ -44,7 +44,18 @@ def one(args: argparse.Namespace, kind: str, values: dict[str, str]) -> dict[str
     command = [sys.executable, __file__, "--child", "--kinds", kind]
     for name, value in values.items():
         command += ["--" + name.replace("_", "-"), value]
-    for name in ("hardware", "model", "host_gb", "micro_batch", "steps", "warmup", "threads", "set", "device"):
+    for name in (
+        "hardware",
+        "model",
+        "host_gb",
+        "micro_batch",
+        "steps",
+        "warmup",
+        "threads",
+        "set",
+        "device",
+        "loss_factor",
+    ):
         command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
     if args.trace and kind == "engine":
         Path(args.trace).mkdir(parents=True, exist_ok=True)
@@ -107,6 +118,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument(
+        "--loss-factor",
+        type=float,
+        default=1.0,
+        help="of every loss, so that random weights' gradients stay below the bound; Adam does not care",
+    )
     parser.add_argument("--set", default="", help="plan fields, comma-separated: speculate=off,master=split")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--trace", default="", help="folder for measured traces; as a child, the file")

@@ -22,15 +22,13 @@ from superoffload.activation_costs import (
 )
 from superoffload.errors import InputError
 from superoffload.hardware import Curve, Hardware
-from superoffload.layout import Bucket, TensorRef, cut_buckets
+from superoffload.layout import Bucket, TensorRef, cut_buckets, ring_slots
 from superoffload.loss_costs import check_loss_chunks
 from superoffload.plan import Plan, check_compile, check_master
 from superoffload.profiler import Profile, rescale
 from superoffload.tracing import Kind, Lane
 from superoffload.units import ADAM_STATE_BYTES, ADAM_STREAM_BYTES, DTYPE_BYTES, GB, UNDO_BYTES
 
-RING_SLOTS = 4
-"""Gradient buckets in flight on the GPU: packing of bucket k waits until bucket k - 4 has gone down the link."""
 VERDICT_S = 50e-6
 """Copy of the last partial sums and their addition on the host; assumed."""
 
@@ -208,6 +206,7 @@ class _Builder:
         self.ops: list[Operator] = []
         self.buckets = buckets_of(profile, plan.bucket_mb, plan.flow_blocks)
         self.first_retained = len(self.buckets) - plan.retained_buckets
+        self.slots = ring_slots(self.buckets[: self.first_retained], at_once=plan.compile_blocks)
         self.flow = frozenset(plan.flow_blocks)
         self.hbm = self.hw.gpu.hbm_gb_per_s * GB
         self.needs: list[list[int]] = [[] for _ in profile.blocks]
@@ -331,16 +330,26 @@ class _Builder:
 
     def _accumulate(self, packed: dict[int, int]) -> None:
         """Send the gradients of a micro-batch that is not the last down to where they are held."""
-        for k, bucket in enumerate(self.buckets[: self.first_retained]):
-            size = self.costs[bucket.dtype, bucket.flow].down_bytes * bucket.params
-            deps = [packed[k], *self._fetch_held(k, size)]
-            self.held[k] = self._copy("link_down", "copy_down", f"copy down of bucket {k}", size, k, deps)
+        downs: list[int] = []
+        for k in range(self.first_retained):
+            self._send(k, packed, downs)
+        self.held.update(enumerate(downs))
 
-    def _fetch_held(self, k: int, size: int) -> list[int]:
-        """The copy that brings up what earlier micro-batches left in bucket `k`, to be added to; none for the first."""
-        if k not in self.held:
-            return []
-        return [self._copy("link_up", "fetch", f"fetch of held bucket {k}", size, k, [self.held[k]])]
+    def _send(self, k: int, packed: dict[int, int], downs: list[int]) -> None:
+        """Add the copy of bucket `k`'s gradient to `downs`, those of the buckets before it in this micro-batch.
+
+        One stream carries them: what earlier micro-batches left in a bucket comes up, is added to, and goes down before
+        the next bucket's turn. A slot of the ring is packed again once its last bucket has gone down.
+        """
+        bucket = self.buckets[k]
+        size = self.costs[bucket.dtype, bucket.flow].down_bytes * bucket.params
+        if len(downs) >= self.slots:
+            self.ops[packed[k]].deps.append(downs[-self.slots])
+        deps = [packed[k]]
+        if k in self.held:
+            before = [self.held[k], packed[k], *downs[-1:]]
+            deps.append(self._copy("link_up", "fetch", f"fetch of held bucket {k}", size, k, before))
+        downs.append(self._copy("link_down", "copy_down", f"copy down of bucket {k}", size, k, deps))
 
     def _bucket_ends(self) -> dict[int, list[tuple[float, int]]]:
         """For each block, the shares of its backward at which buckets are complete: by the share of the block's
@@ -384,12 +393,8 @@ class _Builder:
                     self.home[k] = [down]
                 continue
             cost = self.costs[bucket.dtype, bucket.flow]
-            if len(downs) >= RING_SLOTS:
-                self.ops[packed[k]].deps.append(downs[-RING_SLOTS])
-            size = cost.down_bytes * bucket.params
-            down = self._copy("link_down", "copy_down", f"copy down of bucket {k}", size, k,
-                              [packed[k], *self._fetch_held(k, size)])  # fmt: skip
-            downs.append(down)
+            self._send(k, packed, downs)
+            down = downs[-1]
             ahead = plan.may_undo(k)  # a step of the others is not recorded and waits for the verdict
             adam_bytes = cost.adam_bytes + (cost.undo_bytes if ahead else 0)
             before = cost.cast_down_bytes * bucket.params / cast_rate

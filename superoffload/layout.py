@@ -9,6 +9,7 @@ per chunk, so another bucket size cannot change a bit of the norm.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,10 @@ NORM_CHUNK = 8192
 """Elements per partial sum of squares."""
 ALIGN = 128
 """Every parameter starts at a multiple of this many elements in its bucket: 256 bytes in 16-bit, 512 in fp32."""
+
+RING_SLOTS = 4
+"""Gradient buckets on the GPU at a time: one fills while others are on their way. More would only hold memory, since
+one copy runs at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +111,16 @@ def cut_buckets(tensors: Sequence[TensorRef], bucket_mb: float) -> list[Bucket]:
     position = {t.index: i for i, t in enumerate(tensors)}
     buckets.sort(key=lambda b: (position[b.segments[-1].tensor], b.segments[-1].offset))
     return [replace(b, index=i) for i, b in enumerate(buckets)]
+
+
+def ring_slots(buckets: Sequence[Bucket], *, at_once: bool) -> int:
+    """Slots of the ring in which gradients wait for their copy down.
+
+    Args:
+        buckets: those that go down.
+        at_once: the gradients of a block come together, as those of a compiled layer do: there is a slot for each
+            bucket that a block completes, or the GPU would wait for the copies of its own gradients.
+    """
+    if not at_once:
+        return RING_SLOTS
+    return max(RING_SLOTS, 1 + max(Counter(b.blocks[-1] for b in buckets).values(), default=0))

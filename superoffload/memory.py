@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from superoffload.activation_costs import IN_FLIGHT_BLOCKS, block_cost, peaks, policies_of
+from superoffload.layout import ring_slots
 from superoffload.loss_costs import in_chunks
 from superoffload.plan import Activations
 from superoffload.record import Record
@@ -158,7 +159,7 @@ def state_items(buckets: Sequence[Bucket], plan: Plan, flow_block_bytes: Sequenc
         "flow slots": min(plan.prefetch_blocks + 1, len(flow_block_bytes)) * max(flow_block_bytes, default=0),
         "new weights of retained flow buckets": 2
         * max((b.numel * DTYPE_BYTES[b.dtype] for b in retained if b.flow), default=0),
-        "gradient ring": graph.RING_SLOTS * largest_down,
+        "gradient ring": ring_slots(on_cpu, at_once=plan.compile_blocks) * largest_down,
         "upload staging": 4 * numel["largest"] if plan.cast_up == "gpu" else 0,
         "retained master weights and moments": sum(
             b.numel * (ADAM_STATE_BYTES - (4 if b.dtype == "float32" and not b.flow else 0)) for b in retained

@@ -14,10 +14,7 @@ from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
 from superoffload.engine.device import Device
 from superoffload.engine.recorder import Recorder, profiled
 from superoffload.engine.worker import WorkerFace
-from superoffload.layout import Segment
-
-RING_SLOTS = 4
-"""One bucket fills while others are on their way; more would only hold memory, since one copy runs at a time."""
+from superoffload.layout import Segment, ring_slots
 
 SECOND_BACKWARD = (
     "a second backward ran before step(): its gradients were added to the ones already on the CPU, which is right but "
@@ -53,7 +50,8 @@ class GradientCollector:
         self._stream: Any = None
         self.partials = torch.zeros(arenas.partial_count, dtype=torch.float64, device=device.device)
         self._slot_bytes = max((b.layout.numel * b.grad.dtype.itemsize for b in arenas.cpu_buckets), default=0)
-        self._free = [_Slot(self._slot_bytes, device) for _ in range(RING_SLOTS if self._slot_bytes else 0)]
+        slots = ring_slots([b.layout for b in arenas.cpu_buckets], at_once=arenas.plan.compile_blocks)
+        self._free = [_Slot(self._slot_bytes, device) for _ in range(slots if self._slot_bytes else 0)]
         self._open: dict[int, _Slot] = {}
         self._pending: dict[int, list[Segment]] = {}
         self._adds: dict[int, list[Segment]] = {}

@@ -112,6 +112,24 @@ def test_only_the_last_micro_batch_completes_buckets(tiny: ModuleType) -> None:
     assert sum(op.in_forward for op in g.ops) == 2
 
 
+def test_accumulated_gradients_take_turns_on_one_stream_and_in_the_ring(tiny: ModuleType) -> None:
+    """What is held of a bucket comes up once it is packed and its predecessor has gone down; a slot is packed again
+    once its last bucket has."""
+    g = graph.build(tiny.profile(tiny.hardware(), layers=6), tiny.plan(accumulation=2, accumulate_on="cpu"))
+    n = len(g.buckets)
+    downs = [op.index for op in by_kind(g, "copy_down")]
+    assert n > 5 and len(downs) == 2 * n
+    fetches = by_kind(g, "fetch")
+    assert [op.bucket for op in fetches] == list(range(n)), "the first micro-batch finds nothing held"
+    packed = {op.bucket: op for op in by_kind(g, "backward")[-n:]}
+    for op in fetches:
+        before = [downs[n + op.bucket - 1]] if op.bucket else []
+        assert sorted(op.deps) == sorted([downs[op.bucket], packed[op.bucket].index, *before])
+        assert op.index in g.ops[downs[n + op.bucket]].deps
+    for k in range(4, n):
+        assert downs[n + k - 4] in packed[k].deps
+
+
 def test_flow_blocks_are_fetched_for_forward_and_backward_and_not_copied_up(tiny: ModuleType) -> None:
     g = graph.build(tiny.profile(tiny.hardware(), layers=4), tiny.plan(flow_blocks=(0, 2)))
     fetches = by_kind(g, "fetch")

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from superoffload.layout import ALIGN, NORM_CHUNK, TensorRef, bucket_elements, cut_buckets
+from superoffload.layout import (
+    ALIGN,
+    NORM_CHUNK,
+    RING_SLOTS,
+    TensorRef,
+    bucket_elements,
+    cut_buckets,
+    ring_slots,
+)
 
 SIZES = st.one_of(st.integers(1, 300), st.integers(1, 6 * NORM_CHUNK), st.sampled_from([NORM_CHUNK, 2 * NORM_CHUNK]))
 TENSORS = st.lists(st.tuples(SIZES, st.sampled_from(["bfloat16", "float32"]), st.booleans()), max_size=12)
@@ -65,3 +73,13 @@ def test_a_parameter_larger_than_a_bucket_spans_buckets() -> None:
 @pytest.mark.parametrize("bucket_mb", [0.03125, 1.0])
 def test_no_tensors_no_buckets(bucket_mb: float) -> None:
     assert cut_buckets([], bucket_mb) == []
+
+
+def test_the_ring_has_a_slot_for_each_bucket_of_a_block_whose_gradients_come_together() -> None:
+    tensors = [TensorRef(i, block=1 - i // 10, numel=NORM_CHUNK) for i in range(20)]
+    buckets = cut_buckets(tensors, 4 * NORM_CHUNK / 2**20)  # one parameter each
+    assert len(buckets) == 20
+    assert ring_slots(buckets, at_once=False) == RING_SLOTS == 4
+    assert ring_slots(buckets, at_once=True) == 11
+    assert ring_slots(buckets[:13], at_once=True) == 11, "the fuller block decides"
+    assert ring_slots(cut_buckets(tensors, 1), at_once=True) == ring_slots([], at_once=True) == RING_SLOTS
