@@ -7,11 +7,11 @@ from typing import Any
 
 from superoffload import graph, simulator
 from superoffload.errors import InputError, did_you_mean
-from superoffload.fitting import does_not_fit, evenly, spread_layers
+from superoffload.fitting import does_not_fit, spread_layers
 from superoffload.hardware import Hardware
 from superoffload.memory import ledger
 from superoffload.plan import ACTIVATIONS, CASTS, Activations, Cast, Plan
-from superoffload.planner_room import Room
+from superoffload.planner_room import Room, spread_by_state
 from superoffload.profiler import Profile, rescale, retarget
 from superoffload.units import DTYPE_BYTES, FP32_BYTES, GB, MIB, format_bytes, format_seconds
 
@@ -225,19 +225,9 @@ class _Chooser:
         each = ", ".join(f"{format_seconds(getattr(times, c) * scale)} with {c}" for c in ("fused", "gpu", "cpu"))
         return f"; one bucket alone was measured to take {each}"
 
-    def _policies(self) -> tuple[Activations, ...]:
-        """Activation policies that can be chosen here, simplest first. `offload_saved` is for people: its time is
-        modelled from the link alone, and no machine has confirmed it yet."""
-        layers = [b for b in self.profile.blocks if b.kind == "layer"]
-        unknown = any(b.selective_bytes is None or b.selective_recompute_s is None for b in layers)
-        return tuple(
-            p for p in ACTIVATIONS if p != "offload_saved"
-            and not (p == "selective" and unknown) and not (p.startswith("offload") and self.hw.shared_memory)
-        )  # fmt: skip
-
     def _placement(self, plan: Plan) -> Plan:
         """Choose activations, flow and retained together: they compete for the GPU's memory."""
-        policies = (plan.activations,) if "activations" in self.given else self._policies()
+        policies = (plan.activations,) if "activations" in self.given else open_policies(self.profile)
         found: list[tuple[float, Plan, dict[str, str]]] = []
         slower: list[str] = []
         for policy in policies:
@@ -308,8 +298,7 @@ class _Chooser:
         layers = len(on_host) + len(on_gpu)
 
         def flowing(count: int) -> tuple[int, ...]:
-            more = count - len(on_host)
-            return evenly(on_host, count) if more <= 0 else tuple(sorted([*on_host, *evenly(on_gpu, more)]))
+            return spread_by_state(on_host, on_gpu, count)
 
         def over(count: int) -> int:
             return self.room.gpu_over(least_gpu(plan.model_copy(update={"flow_blocks": flowing(count)})))
@@ -407,6 +396,22 @@ class _Chooser:
         times = ", ".join(f"{format_seconds(s)} with {k}" for k, s in tried.items() if k != n)
         reasons["prefetch_blocks"] = f"{n}: a step of {format_seconds(tried[n])}" + (f", {times}" if times else "")
         return plan.model_copy(update={"prefetch_blocks": n})
+
+
+def open_policies(profile: Profile) -> tuple[Activations, ...]:
+    """Activation policies that can be chosen here, simplest first. `offload_saved` is for people: its time is
+    modelled from the link alone, and no machine has confirmed it yet."""
+    layers = [b for b in profile.blocks if b.kind == "layer"]
+    unknown = any(b.selective_bytes is None or b.selective_recompute_s is None for b in layers)
+    return tuple(
+        p for p in ACTIVATIONS if p != "offload_saved"
+        and not (p == "selective" and unknown) and not (p.startswith("offload") and profile.hardware.shared_memory)
+    )  # fmt: skip
+
+
+def coarse(profile: Profile, plan: Plan) -> Plan:
+    """The same plan with at most SEARCH_BUCKETS buckets, for quick simulations."""
+    return _Chooser(profile, {})._coarse(plan)
 
 
 def _first(test: Callable[[int], bool], low: int, high: int) -> int:

@@ -1,0 +1,449 @@
+"""The search over plans: what the planner chooses one field after another, tried together, with the reasons kept.
+
+Each plan is checked against the memory budgets and, where it fits, simulated; nothing is measured here. A space that
+is small is tried as a whole. In any other the search descends: from the planner's own plan, then again and again from
+the best so far with some fields drawn anew, always to a neighbour that is better (docs/search.md says why this, and
+not a library).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+from superoffload import planner, simulator
+from superoffload.config import library_versions
+from superoffload.errors import InputError, did_you_mean
+from superoffload.memory import Ledger, ledger
+from superoffload.plan import Plan
+from superoffload.profiler import Profile, rescale
+from superoffload.search_result import (
+    OBJECTIVES,
+    SAME,
+    Objective,
+    SearchResult,
+    SearchSettings,
+    Trial,
+    difference,
+    front,
+    judge,
+    order,
+)
+from superoffload.search_space import AXES, Point, Space
+from superoffload.units import TERA, format_bytes, format_seconds
+
+FINALISTS = 8
+"""The best plans that are simulated with their own buckets, beside those that differ in the bucket size alone."""
+FRONT_FINALISTS = 16
+"""So many more of the Pareto set, those nearest to the objective."""
+SETTLING = 80
+"""Trials kept back (a quarter at most) for the neighbours of the best plan, which give the reasons for its values."""
+MICRO_BATCHES = 3
+"""Micro-batches of a quick simulation: every further one adds what the third added to the second."""
+REDRAWN = (0.2, 0.35, 0.6)
+"""Chances of each field to be drawn anew where a descent has ended; one of them is taken each time."""
+STUCK = 200
+"""A search ends early when so many descents in a row have found no plan that was not tried before."""
+
+Score = tuple[float, ...]
+Cancel = threading.Event | Callable[[], bool]
+
+
+def search(
+    profile: Profile,
+    *,
+    objective: Objective = "throughput",
+    tokens: int | Literal["free"] | None = None,
+    gpu_budget_gb: float | None = None,
+    host_budget_gb: float | None = None,
+    tokens_per_s: float | None = None,
+    trials: int = 1000,
+    seed: int = 0,
+    cancel: Cancel | None = None,
+    progress: Callable[[int, int, Trial | None], None] | None = None,
+    **knobs: Any,
+) -> SearchResult:
+    """Try many plans and keep each with its verdict.
+
+    Args:
+        profile: measured or estimated.
+        objective: `throughput`: most tokens/s within the budgets. `gpu_memory`, `host_memory`: the least memory with
+            at least `tokens_per_s`.
+        tokens: per optimizer step; micro_batch · accumulation is searched with this product. Omitted: the profile's
+            micro-batch (or that given) times the accumulation given. `"free"`: any micro-batch, and steps of any size.
+        gpu_budget_gb, host_budget_gb: decimal GB; omitted, what the machine has.
+        tokens_per_s: the least throughput, for the memory objectives.
+        trials: how many plans are tried at most.
+        seed: the same seed gives the same result.
+        cancel: an Event, or a function that returns True, asked between trials: the search then returns what it has.
+        progress: called after each trial with (trials done, trials at most, the best so far or None).
+        knobs: plan fields that stay as given, as for `make_plan`.
+
+    Returns:
+        Every plan that was tried. `best` is never worse than the planner's own plan with the same knobs, which is
+        trial 0; it is None where no plan meets the budgets.
+
+    Raises:
+        InputError: an unknown objective, knob or impossible value; a budget above what the machine has; `tokens` that
+            are no whole number of sequences.
+    """
+    if objective not in OBJECTIVES:
+        raise InputError(
+            f'unknown objective "{objective}"{did_you_mean(str(objective), OBJECTIVES)}',
+            expected=f"one of {', '.join(OBJECTIVES)}",
+        )
+    if (objective == "throughput") != (tokens_per_s is None):
+        raise InputError(
+            f'objective = "{objective}" with tokens_per_s = {tokens_per_s}',
+            expected="tokens_per_s with gpu_memory and host_memory, and only there",
+        )
+    given = {name: value for name, value in knobs.items() if value is not None}
+    run = _Search(profile, objective, tokens, gpu_budget_gb, host_budget_gb, tokens_per_s, trials, seed, given)
+    return run.go(cancel, progress)
+
+
+class _Cancelled(Exception):
+    """Ends the search from within a trial."""
+
+
+class _Search:
+    def __init__(
+        self,
+        profile: Profile,
+        objective: Objective,
+        tokens: int | Literal["free"] | None,
+        gpu_budget_gb: float | None,
+        host_budget_gb: float | None,
+        tokens_per_s: float | None,
+        trials: int,
+        seed: int,
+        given: dict[str, Any],
+    ):
+        self.asked = profile
+        profile = _within(profile, gpu_budget_gb, host_budget_gb)
+        profile = rescale(profile, seq_len=given.get("seq_len"))
+        sequences = _sequences(profile, tokens, given)
+        start = planner.make_plan(profile, check=False, **_batch(profile, sequences, given), **given)
+        fixed = {{"flow": "flow_blocks", "buckets": "bucket_mb"}.get(name, name) for name in given}
+        fixed |= {"micro_batch"} if sequences is not None and "accumulation" in given else set()
+        values = start.model_dump(mode="json", include=fixed & set(given))
+        self.settings = SearchSettings.from_dict(
+            {
+                "objective": objective, "tokens": tokens, "gpu_budget_gb": gpu_budget_gb,
+                "host_budget_gb": host_budget_gb, "tokens_per_s": tokens_per_s, "trials": trials, "seed": seed,
+                "knobs": {**{k: v for k, v in given.items() if k not in values}, **values},
+            },
+            where="the search",
+        )  # fmt: skip
+        self.space = Space(rescale(profile, micro_batch=start.micro_batch), start, frozenset(fixed), sequences)
+        self.start = start
+        self.rng = random.Random(seed)
+        self.trials: list[Trial] = []
+        self.scores: list[Score] = []
+        self.numbers: dict[tuple[Any, ...], int] = {}
+        """Plan -> number of its trial."""
+        self.points: dict[Point, int] = {}
+        """Point -> number of its trial; several points may be the same plan."""
+        self.seconds: dict[tuple[Any, ...], float] = {}
+        """Plan of a quick simulation -> seconds."""
+        self.best = 0
+        self.cancel: Callable[[], bool] = lambda: False
+        self.progress: Callable[[int, int, Trial | None], None] = lambda done, total, best: None
+
+    def go(
+        self, cancel: Cancel | None, progress: Callable[[int, int, Trial | None], None] | None
+    ) -> SearchResult:
+        if cancel is not None:
+            self.cancel = cancel.is_set if isinstance(cancel, threading.Event) else cancel
+        self.progress = progress or self.progress
+        whole = self.space.size <= self.settings.trials
+        cancelled = False
+        self.trial(self.start)  # also of a search that is cancelled at once
+        self.points[self.space.start] = 0
+        try:
+            if whole:
+                for point in itertools.product(*(range(len(v)) for v in self.space.values.values())):
+                    self.at(point)
+            else:
+                self._descend()
+                self._settle()
+        except _Cancelled:
+            cancelled = True
+        self._finals()
+        trials = judge(self.settings, self.trials)
+        best = next((t for t in trials if t.verdict == "best"), None)
+        if best is not None:
+            told = best.model_copy(update={"plan": best.plan.model_copy(update={"reasons": self._reasons(best)})})
+            trials = tuple(told if t.number == best.number else t for t in trials)
+        return SearchResult(
+            settings=self.settings,
+            profile=self.asked,
+            method="exhaustive" if whole else "local",
+            candidates={name: len(values) for name, values in self.space.values.items()},
+            trials=trials,
+            cancelled=cancelled,
+            versions=library_versions(),
+        )
+
+    # One trial
+
+    def at(self, point: Point) -> int:
+        """Number of the trial at `point`, which is made where there is none yet."""
+        if point not in self.points:
+            self.points[point] = self.trial(self.space.plan(point))
+        return self.points[point]
+
+    def trial(self, plan: Plan) -> int:
+        key = _key(plan)
+        if key in self.numbers:
+            return self.numbers[key]
+        if self.trials and self.cancel():
+            raise _Cancelled
+        number = self.numbers[key] = len(self.trials)
+        plan = plan.model_copy(update={"reasons": {}})
+        trial, over = self._try(number, plan)
+        self.trials.append(trial)
+        self.scores.append(self._score(trial, over))
+        if self.scores[number] < self.scores[self.best]:
+            self.best = number
+        best = self.trials[self.best]
+        self.progress(number + 1, self.settings.trials, best if best.ran else None)
+        return number
+
+    def _try(self, number: int, plan: Plan) -> tuple[Trial, int]:
+        """Try a plan; also return how many bytes it is over the budgets."""
+        profile = self.space.task.of(plan)
+        try:
+            account = ledger(profile, plan)
+        except InputError as e:
+            return Trial(number=number, plan=plan, verdict="impossible", reason=f"impossible: {e.what}"), 2**62
+        memory = {f"{place}_bytes": account.total(place) for place in ("gpu", "host", "pinned")}
+        over = account.overflow()
+        if over:
+            found = Trial.model_construct(
+                number=number, plan=plan, verdict="does not fit", reason=_lacks(account, over), **memory
+            )
+            return found, sum(over.values())
+        found = Trial.model_construct(number=number, plan=plan, verdict="dominated", reason="", **memory)
+        return self._timed(found, self._quickly(profile, plan), exact=False), 0
+
+    def _timed(self, trial: Trial, seconds: float, *, exact: bool) -> Trial:
+        profile, plan = self.space.task.of(trial.plan), trial.plan
+        flops, peak = profile.model_flops * plan.accumulation, profile.hardware.gpu.peak_bf16_tflops * TERA
+        return trial.model_copy(
+            update={
+                "step_s": seconds, "tokens_per_s": plan.tokens_per_step / seconds,
+                "mfu": flops / seconds / peak if peak else 0.0, "exact": exact,
+            }
+        )  # fmt: skip
+
+    def _score(self, trial: Trial, over: int) -> Score:
+        """Smaller is better: first those that fit and are fast enough, then the nearest to that."""
+        if not trial.ran:
+            return (2.0, float(over))
+        goal = self.settings.tokens_per_s or 0.0
+        if trial.tokens_per_s < goal:
+            return (1.0, goal - trial.tokens_per_s)
+        return (0.0, *order(self.settings.objective, trial))
+
+    def _quickly(self, profile: Profile, plan: Plan) -> float:
+        """Seconds per step with fewer buckets and micro-batches."""
+        quick = planner.coarse(profile, plan)
+        key = _key(quick)
+        if key not in self.seconds:
+            more = quick.accumulation - MICRO_BATCHES
+            if more <= 1:
+                self.seconds[key] = simulator.step_seconds(profile, quick)
+            else:
+                two, three = (
+                    simulator.step_seconds(profile, quick.model_copy(update={"accumulation": n}))
+                    for n in (MICRO_BATCHES - 1, MICRO_BATCHES)
+                )
+                self.seconds[key] = three + more * (three - two)
+        return self.seconds[key]
+
+    # Which plans are tried
+
+    def _descend(self) -> None:
+        """Go to the first better neighbour, in random order, until there is none; then start anew."""
+        limit = self.settings.trials - min(SETTLING, self.settings.trials // 4)
+        here, stuck = self.space.start, 0
+        while len(self.trials) < limit and stuck < STUCK:
+            before = len(self.trials)
+            while (there := self._better(here, limit)) is not None:
+                here = there
+            stuck = 0 if len(self.trials) > before else stuck + 1
+            chance = self.rng.choice(REDRAWN)
+            best = next(p for p, n in self.points.items() if n == self.best)
+            here = tuple(
+                self.rng.randrange(len(values)) if self.rng.random() < chance else k
+                for k, values in zip(best, self.space.values.values(), strict=True)
+            )
+
+    def _better(self, point: Point, limit: int) -> Point | None:
+        if len(self.trials) >= limit:
+            return None
+        score = self.scores[self.at(point)]
+        moves = self.space.moves(point)
+        self.rng.shuffle(moves)
+        for move in moves:
+            if len(self.trials) >= limit:
+                return None
+            if self.scores[self.at(move)] < score:
+                return move
+        return None
+
+    def _settle(self) -> None:
+        """Try the neighbours of the best plan, and of a better one that is found so."""
+        asked = -1
+        while asked != self.best:
+            asked = self.best
+            point = next(p for p, n in self.points.items() if n == asked)
+            for move in self.space.moves(point):
+                if len(self.trials) >= self.settings.trials:
+                    return
+                self.at(move)
+
+    def _finals(self) -> None:
+        """Simulate the best plans, the planner's, and some of the Pareto set with their own buckets and micro-batches.
+        Quick simulations hardly tell bucket sizes apart, so plans that differ from the best only there come too."""
+        ran = [t for t in self.trials if t.ran and self.scores[t.number][0] == 0.0]
+        ran.sort(key=lambda t: order(self.settings.objective, t))
+        chosen = {0: None} if self.trials[0].ran else {}
+        chosen |= {t.number: None for t in ran[:FINALISTS]}
+        if ran and "bucket_mb" in self.space.values:
+            best = _key(ran[0].plan.model_copy(update={"bucket_mb": 1.0, "retained_buckets": 0}))
+            for t in ran:
+                if _key(t.plan.model_copy(update={"bucket_mb": 1.0, "retained_buckets": 0})) == best:
+                    chosen[t.number] = None
+        chosen |= {
+            t.number: None
+            for t in sorted(front(ran), key=lambda t: order(self.settings.objective, t))[:FRONT_FINALISTS]
+        }
+        for number in chosen:
+            trial = self.trials[number]
+            seconds = simulator.step_seconds(self.space.task.of(trial.plan), trial.plan)
+            self.trials[number] = self._timed(trial, seconds, exact=True)
+
+    # Why
+
+    def _reasons(self, best: Trial) -> dict[str, str]:
+        """One sentence for each field that was not given: what its other values would have cost."""
+        plan, fixed = best.plan, self.space.task.fixed
+        reasons = {k: v for k, v in self.start.reasons.items() if k not in self.space.values}
+        if best.number == 0:
+            reasons = dict(self.start.reasons)
+        if "accumulation" in reasons:
+            reasons["accumulation"] = (
+                f"{plan.accumulation}: {plan.tokens_per_step:,} tokens per step in micro-batches of "
+                f"{plan.micro_batch} x {plan.seq_len:,}"
+            )
+        point = next((p for p, n in self.points.items() if n == best.number), None)
+        for i, (name, values) in enumerate(self.space.values.items()):
+            if point is None or name in fixed:
+                continue
+            others = [(k, self.points.get((*point[:i], k, *point[i + 1 :]))) for k in range(len(values)) if k != point[i]]
+            tried = [(k, n) for k, n in others if n is not None and n != best.number]
+            if AXES[name].ordered:  # the nearest on either side
+                below, above = [x for x in tried if x[0] < point[i]], [x for x in tried if x[0] > point[i]]
+                tried = [*below[-1:], *above[:1]]
+            value = _short(getattr(plan, name))
+            told = [f"{_short(getattr(self.trials[n].plan, name))} is {self._against(n, best)}" for _, n in tried]
+            reasons[name] = f"{value}: " + ("; ".join(told) if told else "no other value was open or tried beside the others")
+        return reasons
+
+    def _against(self, number: int, best: Trial) -> str:
+        """What is worse about another trial. Both from quick simulations, so that they compare."""
+        other = self.trials[number]
+        if not other.ran:
+            return other.reason.replace("does not fit: ", "too much, ")
+        pair = [
+            self._timed(t, self._quickly(self.space.task.of(t.plan), t.plan), exact=False) for t in (other, best)
+        ]
+        told = difference(*pair)
+        return "no different" if told == SAME else told
+
+
+def _key(plan: Plan) -> tuple[Any, ...]:
+    """What tells plans apart, reasons left out."""
+    fields = plan.__dict__
+    return tuple(
+        tuple(sorted(fields[n].items())) if isinstance(fields[n], dict) else fields[n] for n in Plan.knobs()
+    )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"{len(value)} blocks" if value else "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _lacks(account: Ledger, over: dict[str, int]) -> str:
+    """One sentence: which memory lacks how much, and what takes most of it."""
+    parts = []
+    for place, name, capacity in (
+        ("gpu", "GPU", account.gpu_capacity_bytes),
+        ("host", "host", account.host_capacity_bytes),
+    ):
+        if place in over:
+            largest = account.largest("gpu" if place == "gpu" else "host")
+            what = f", of which {largest.name} takes {format_bytes(largest.bytes)}" if largest else ""
+            parts.append(f"the {name} lacks {format_bytes(over[place])} of {format_bytes(capacity + over[place])}{what}")
+    return "does not fit: " + " and ".join(parts)
+
+
+def _within(profile: Profile, gpu_budget_gb: float | None, host_budget_gb: float | None) -> Profile:
+    """The profile on a machine with no more memory than the budgets."""
+    hw = profile.hardware
+    if gpu_budget_gb is not None and hw.shared_memory:
+        raise InputError(
+            f"gpu_budget_gb = {gpu_budget_gb:g}, but on {hw.name} GPU and CPU share one memory",
+            remedy="Give host_budget_gb",
+        )
+    for name, budget, has in (
+        ("gpu_budget_gb", gpu_budget_gb, hw.gpu.memory_gb),
+        ("host_budget_gb", host_budget_gb, hw.cpu.memory_gb),
+    ):
+        if budget is not None and not 0 < budget <= has:
+            raise InputError(f"{name} = {budget:g}", expected=f"above 0, at most {has:.4g}, which {hw.name} has")
+    gpu = hw.gpu if gpu_budget_gb is None else hw.gpu.replace(memory_gb=gpu_budget_gb)
+    cpu = hw.cpu if host_budget_gb is None else hw.cpu.replace(memory_gb=host_budget_gb)
+    return profile.replace(hardware=hw.replace(gpu=gpu, cpu=cpu))
+
+
+def _sequences(profile: Profile, tokens: int | Literal["free"] | None, given: dict[str, Any]) -> int | None:
+    """Sequences per step, None where they are free."""
+    if tokens == "free":
+        return None
+    micro_batch, accumulation = given.get("micro_batch"), given.get("accumulation")
+    if tokens is None:
+        return int((micro_batch or profile.micro_batch) * (accumulation or 1))
+    if not isinstance(tokens, int) or tokens < 1 or tokens % profile.seq_len:
+        raise InputError(f"tokens = {tokens!r}", expected=f'a multiple of seq_len = {profile.seq_len}, or "free"')
+    sequences = tokens // profile.seq_len
+    for name, value in (("micro_batch", micro_batch), ("accumulation", accumulation)):
+        if value is not None and sequences % value:
+            raise InputError(f"{name} = {value} with tokens = {tokens}", expected=f"a divisor of {sequences} sequences")
+    if micro_batch and accumulation and micro_batch * accumulation != sequences:
+        raise InputError(
+            f"micro_batch = {micro_batch} and accumulation = {accumulation} with tokens = {tokens}",
+            remedy="Leave one of the three out",
+        )
+    return sequences
+
+
+def _batch(profile: Profile, sequences: int | None, given: dict[str, Any]) -> dict[str, int]:
+    """The start plan's batch, as far as it is not given: the profile's micro-batch, or the next smaller that divides."""
+    if sequences is None:
+        return {}
+    accumulation = given.get("accumulation")
+    micro_batch = given.get("micro_batch") or (
+        sequences // accumulation
+        if accumulation
+        else next(n for n in range(min(profile.micro_batch, sequences), 0, -1) if sequences % n == 0)
+    )
+    found = {"micro_batch": micro_batch, "accumulation": sequences // micro_batch}
+    return {name: value for name, value in found.items() if name not in given}
