@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
-from superoffload import planner, simulator
+from superoffload import graph, planner, simulator
 from superoffload.config import library_versions
 from superoffload.errors import InputError, did_you_mean
 from superoffload.memory import Ledger, ledger
@@ -31,16 +31,18 @@ from superoffload.search_result import (
     front,
     judge,
     order,
+    ranked,
 )
-from superoffload.search_space import AXES, Point, Space
+from superoffload.search_space import AXES, Point, Space, plan_key
 from superoffload.units import TERA, format_bytes, format_seconds
 
 FINALISTS = 8
-"""The best plans that are simulated with their own buckets, beside those that differ in the bucket size alone."""
-FRONT_FINALISTS = 16
-"""So many more of the Pareto set, those nearest to the objective."""
+"""So many of the best plans are simulated with their own buckets; as many again of those that differ in the bucket size
+alone, and of the Pareto set those nearest to the objective."""
 SETTLING = 80
 """Trials kept back (a quarter at most) for the neighbours of the best plan, which give the reasons for its values."""
+QUICK_BUCKETS = 64
+"""Buckets of a quick simulation, at most."""
 MICRO_BATCHES = 3
 """Micro-batches of a quick simulation: every further one adds what the third added to the second."""
 REDRAWN = (0.2, 0.35, 0.6)
@@ -161,18 +163,17 @@ class _Search:
         self.progress = progress or self.progress
         whole = self.space.size <= self.settings.trials
         cancelled = False
-        self.trial(self.start)  # also of a search that is cancelled at once
-        self.points[self.space.start] = 0
+        self.points[self.space.start] = self.trial(self.start)  # also of a search that is cancelled at once
         try:
             if whole:
                 for point in itertools.product(*(range(len(v)) for v in self.space.values.values())):
                     self.at(point)
             else:
                 self._descend()
-                self._settle()
+            self._settle()
         except _Cancelled:
             cancelled = True
-        self._finals()
+            self._finals()
         trials = judge(self.settings, self.trials)
         best = next((t for t in trials if t.verdict == "best"), None)
         if best is not None:
@@ -197,7 +198,7 @@ class _Search:
         return self.points[point]
 
     def trial(self, plan: Plan) -> int:
-        key = _key(plan)
+        key = plan_key(plan)
         if key in self.numbers:
             return self.numbers[key]
         if self.trials and self.cancel():
@@ -251,8 +252,8 @@ class _Search:
 
     def _quickly(self, profile: Profile, plan: Plan) -> float:
         """Seconds per step with fewer buckets and micro-batches."""
-        quick = planner.coarse(profile, plan)
-        key = _key(quick)
+        quick = planner.coarse(profile, plan, QUICK_BUCKETS)
+        key = plan_key(quick)
         if key not in self.seconds:
             more = quick.accumulation - MICRO_BATCHES
             if more <= 1:
@@ -268,63 +269,104 @@ class _Search:
     # Which plans are tried
 
     def _descend(self) -> None:
-        """Go to the first better neighbour, in random order, until there is none; then start anew."""
+        """Go to the first better neighbour, in random order, until there is none; then start anew: from the best so
+        far with another combination of the basins' fields, or with any fields drawn anew."""
         limit = self.settings.trials - min(SETTLING, self.settings.trials // 4)
-        here, stuck = self.space.start, 0
+        values = list(self.space.values.values())
+        basins = self._basins()
+        here, descents, stuck = self.space.start, 0, 0
         while len(self.trials) < limit and stuck < STUCK:
             before = len(self.trials)
-            while (there := self._better(here, limit)) is not None:
-                here = there
+            self._down(here, limit)
             stuck = 0 if len(self.trials) > before else stuck + 1
-            chance = self.rng.choice(REDRAWN)
-            best = next(p for p, n in self.points.items() if n == self.best)
-            here = tuple(
-                self.rng.randrange(len(values)) if self.rng.random() < chance else k
-                for k, values in zip(best, self.space.values.values(), strict=True)
-            )
+            here, descents = self.point_of(self.best), descents + 1
+            basins = [b for b in basins if b[0] > self._least_tokens_per_s()]
+            if basins and descents % 2:
+                _, chosen = basins.pop(0)
+                here = self._down(tuple(chosen.get(i, k) for i, k in enumerate(here)), limit, frozen=tuple(chosen))
+            else:
+                chance = self.rng.choice(REDRAWN)
+                here = tuple(
+                    self.rng.randrange(len(v)) if self.rng.random() < chance else k
+                    for k, v in zip(here, values, strict=True)
+                )
 
-    def _better(self, point: Point, limit: int) -> Point | None:
-        if len(self.trials) >= limit:
-            return None
-        score = self.scores[self.at(point)]
-        moves = self.space.moves(point)
-        self.rng.shuffle(moves)
-        for move in moves:
-            if len(self.trials) >= limit:
-                return None
-            if self.scores[self.at(move)] < score:
-                return move
-        return None
+    def _down(self, here: Point, limit: int, frozen: tuple[int, ...] = ()) -> Point:
+        """Where a descent from `here` ends that leaves the `frozen` axes as they are."""
+        while len(self.trials) < limit:
+            score = self.scores[self.at(here)]
+            moves = [m for m in self.space.moves(here) if all(m[i] == here[i] for i in frozen)]
+            self.rng.shuffle(moves)
+            for move in moves:
+                if len(self.trials) >= limit:
+                    return here
+                if self.scores[self.at(move)] < score:
+                    here = move
+                    break
+            else:
+                return here
+        return here
+
+    def _basins(self) -> list[tuple[float, dict[int, int]]]:
+        """Combinations of the basins' fields (axis -> candidate), each with the tokens/s that the GPU would reach if it
+        never waited: the most promising first."""
+        axes = [i for i, name in enumerate(self.space.values) if AXES[name].basin]
+        sizes = [len(v) for v in self.space.values.values()]
+        found: dict[tuple[Any, ...], tuple[float, dict[int, int]]] = {}
+        for combination in itertools.product(*(range(sizes[i]) for i in axes)):
+            chosen = dict(zip(axes, combination, strict=True))
+            plan = self.space.plan(tuple(chosen.get(i, k) for i, k in enumerate(self.space.start)))
+            plan = plan.model_copy(update={"flow_blocks": (), "retained_buckets": 0})
+            if (key := plan_key(plan)) in found:
+                continue
+            profile = self.space.task.of(plan)
+            one, two = (
+                graph.build(profile, planner.coarse(profile, plan.model_copy(update={"accumulation": n}), QUICK_BUCKETS)).load("gpu")
+                for n in (1, 2)
+            )
+            found[key] = plan.tokens_per_step / (one + (plan.accumulation - 1) * (two - one)), chosen
+        return sorted(found.values(), key=lambda b: -b[0])
+
+    def _least_tokens_per_s(self) -> float:
+        """What a plan has to reach to be of use."""
+        if self.settings.objective != "throughput":
+            return self.settings.tokens_per_s or 0.0
+        return self.trials[self.best].tokens_per_s
+
+    def point_of(self, number: int) -> Point:
+        return next(p for p, n in self.points.items() if n == number)
 
     def _settle(self) -> None:
-        """Try the neighbours of the best plan, and of a better one that is found so."""
-        asked = -1
-        while asked != self.best:
-            asked = self.best
-            point = next(p for p, n in self.points.items() if n == asked)
-            for move in self.space.moves(point):
-                if len(self.trials) >= self.settings.trials:
-                    return
-                self.at(move)
+        """Find the best plan for good, and try its neighbours for the reasons; one of them may be better still."""
+        asked = set()
+        while (best := self._finals()) is not None and best not in asked:
+            asked.add(best)
+            for move in self.space.moves(self.point_of(best)):
+                if len(self.trials) < self.settings.trials:
+                    self.at(move)
 
-    def _finals(self) -> None:
-        """Simulate the best plans, the planner's, and some of the Pareto set with their own buckets and micro-batches.
-        Quick simulations hardly tell bucket sizes apart, so plans that differ from the best only there come too."""
-        ran = [t for t in self.trials if t.ran and self.scores[t.number][0] == 0.0]
-        ran.sort(key=lambda t: order(self.settings.objective, t))
-        chosen = {0: None} if self.trials[0].ran else {}
-        chosen |= {t.number: None for t in ran[:FINALISTS]}
-        if ran and "bucket_mb" in self.space.values:
-            best = _key(ran[0].plan.model_copy(update={"bucket_mb": 1.0, "retained_buckets": 0}))
-            for t in ran:
-                if _key(t.plan.model_copy(update={"bucket_mb": 1.0, "retained_buckets": 0})) == best:
-                    chosen[t.number] = None
-        chosen |= {
-            t.number: None
-            for t in sorted(front(ran), key=lambda t: order(self.settings.objective, t))[:FRONT_FINALISTS]
-        }
+    def _finals(self) -> int | None:
+        """Simulate the best plans, the planner's, and some of the Pareto set with their own buckets and micro-batches;
+        return the number of the best one. Quick simulations hardly tell bucket sizes apart, so plans that differ from
+        the best only there come too."""
+        objective = self.settings.objective
+        enough = ranked(self.settings, self.trials)
+        chosen = {t.number: None for t in [*self.trials[:1], *enough[:FINALISTS]] if t.ran}
+        if enough and "bucket_mb" in self.space.values:
+            best = _but_for_buckets(enough[0].plan)
+            alike = [t.number for t in enough if _but_for_buckets(t.plan) == best]
+            chosen |= dict.fromkeys(alike[:FINALISTS])
+        nearest = sorted(front(enough), key=lambda t: order(objective, t))
+        chosen |= {t.number: None for t in nearest[:FINALISTS]}
         for number in chosen:
-            trial = self.trials[number]
+            self._exactly(number)
+        while (enough := ranked(self.settings, self.trials)) and not enough[0].exact:
+            self._exactly(enough[0].number)  # a quick simulation that was too good: the first must be an exact one
+        return enough[0].number if enough else None
+
+    def _exactly(self, number: int) -> None:
+        trial = self.trials[number]
+        if not trial.exact:
             seconds = simulator.step_seconds(self.space.task.of(trial.plan), trial.plan)
             self.trials[number] = self._timed(trial, seconds, exact=True)
 
@@ -367,12 +409,8 @@ class _Search:
         return "no different" if told == SAME else told
 
 
-def _key(plan: Plan) -> tuple[Any, ...]:
-    """What tells plans apart, reasons left out."""
-    fields = plan.__dict__
-    return tuple(
-        tuple(sorted(fields[n].items())) if isinstance(fields[n], dict) else fields[n] for n in Plan.knobs()
-    )
+def _but_for_buckets(plan: Plan) -> tuple[Any, ...]:
+    return plan_key(plan.model_copy(update={"bucket_mb": 1.0, "retained_buckets": 0}))
 
 
 def _short(value: Any) -> str:

@@ -179,9 +179,9 @@ class _Chooser:
         )
         return threads
 
-    def _coarse(self, plan: Plan) -> Plan:
-        """The same plan with at most SEARCH_BUCKETS buckets, for quick simulations."""
-        size = max(plan.bucket_mb, self.profile.params * FP32_BYTES / MIB / SEARCH_BUCKETS)
+    def _coarse(self, plan: Plan, buckets: int = SEARCH_BUCKETS) -> Plan:
+        """The same plan with at most so many buckets, for quick simulations."""
+        size = max(plan.bucket_mb, self.profile.params * FP32_BYTES / MIB / buckets)
         if size == plan.bucket_mb:
             return plan
         total = len(graph.buckets_of(self.profile, size, plan.flow_blocks))
@@ -409,9 +409,9 @@ def open_policies(profile: Profile) -> tuple[Activations, ...]:
     )  # fmt: skip
 
 
-def coarse(profile: Profile, plan: Plan) -> Plan:
-    """The same plan with at most SEARCH_BUCKETS buckets, for quick simulations."""
-    return _Chooser(profile, {})._coarse(plan)
+def coarse(profile: Profile, plan: Plan, buckets: int) -> Plan:
+    """The same plan with at most so many buckets, for quick simulations."""
+    return _Chooser(profile, {})._coarse(plan, buckets)
 
 
 def _first(test: Callable[[int], bool], low: int, high: int) -> int:

@@ -38,6 +38,8 @@ class Task:
 
     profiles: dict[int, Profile] = field(default_factory=dict)
     """For each micro-batch that was asked for."""
+    ranges: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
+    """Plan without retained buckets -> fewest and most that the memory allows."""
 
     def of(self, plan: Plan) -> Profile:
         """The profile for the plan's micro-batch."""
@@ -55,6 +57,14 @@ class Task:
         return all(b.dtype == dtype for b in self.profile.blocks)
 
 
+def plan_key(plan: Plan) -> tuple[Any, ...]:
+    """What tells plans apart, reasons left out."""
+    fields = plan.__dict__
+    return tuple(
+        tuple(sorted(fields[n].items())) if isinstance(fields[n], dict) else fields[n] for n in Plan.knobs()
+    )
+
+
 def _field_alone(_: Task, plan: Plan, name: str, value: Any) -> Plan:
     return plan.model_copy(update={name: value})
 
@@ -66,6 +76,9 @@ class Axis:
     candidates: Callable[[Task], Sequence[Any]]
     ordered: bool = False
     """Whether a candidate between two others costs something between what they cost."""
+    basin: bool = False
+    """Whether so much else has to change with it that a descent rarely crosses over: all combinations of such fields
+    are starts of descents."""
     place: Callable[[Task, Plan, str, Any], Plan] = _field_alone
     """Put a candidate into a plan whose earlier axes are set."""
     read: Callable[[Task, Plan, str], Any] = lambda task, plan, name: getattr(plan, name)
@@ -127,7 +140,13 @@ def _place_flow(task: Task, plan: Plan, name: str, count: int) -> Plan:
 def _retained_range(task: Task, plan: Plan) -> tuple[int, int]:
     """Fewest retained buckets that the host's memory needs, and most that the GPU's allows; where these exclude each
     other, the fewest twice."""
-    profile = task.of(plan)
+    key = plan_key(plan.model_copy(update={"retained_buckets": 0}))
+    if key not in task.ranges:
+        task.ranges[key] = _find_range(task.of(plan), plan)
+    return task.ranges[key]
+
+
+def _find_range(profile: Profile, plan: Plan) -> tuple[int, int]:
     room = Room(profile, ())
     total = len(graph.buckets_of(profile, plan.bucket_mb, plan.flow_blocks))
 
@@ -135,9 +154,10 @@ def _retained_range(task: Task, plan: Plan) -> tuple[int, int]:
         return room.gpu_over(plan.model_copy(update={"retained_buckets": n}))
 
     least = room.relieving_host(plan).retained_buckets
-    low, high = over(least), over(total)
+    low = over(least)
     if low > 0:
         return least, least
+    high = over(total)
     if high <= 0:
         return least, total
     most = least + math.floor((total - least) * -low / (high - low))  # nearly in proportion
@@ -157,9 +177,11 @@ def _read_share(task: Task, plan: Plan, name: str) -> float:
 
 
 AXES: dict[str, Axis] = {
-    "micro_batch": Axis(_micro_batches, ordered=True, place=_place_micro_batch),
-    "accumulate_on": Axis(lambda _: ("gpu", "cpu"), only=lambda plan: "gpu" if plan.accumulation == 1 else None),
-    "activations": Axis(lambda task: open_policies(task.profile)),
+    "micro_batch": Axis(_micro_batches, ordered=True, basin=True, place=_place_micro_batch),
+    "accumulate_on": Axis(
+        lambda _: ("gpu", "cpu"), basin=True, only=lambda plan: "gpu" if plan.accumulation == 1 else None
+    ),
+    "activations": Axis(lambda task: open_policies(task.profile), basin=True),
     "bucket_mb": Axis(_bucket_sizes, ordered=True),
     "master": Axis(_masters),
     "cast_down": Axis(_casts),
