@@ -12,14 +12,15 @@ import itertools
 import random
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from superoffload import graph, planner, simulator
 from superoffload.config import library_versions
 from superoffload.errors import InputError, did_you_mean
-from superoffload.memory import Ledger, ledger
+from superoffload.memory import Ledger, Place, ledger
 from superoffload.plan import Plan
 from superoffload.profiler import Profile, rescale
+from superoffload.search_asked import sequences_per_step, start_batch, within
 from superoffload.search_result import (
     OBJECTIVES,
     SAME,
@@ -34,7 +35,7 @@ from superoffload.search_result import (
     ranked,
 )
 from superoffload.search_space import AXES, Point, Space, plan_key
-from superoffload.units import TERA, format_bytes, format_seconds
+from superoffload.units import TERA, format_bytes
 
 FINALISTS = 8
 """So many of the best plans are simulated with their own buckets; as many again of those that differ in the bucket size
@@ -125,18 +126,17 @@ class _Search:
         given: dict[str, Any],
     ):
         self.asked = profile
-        profile = _within(profile, gpu_budget_gb, host_budget_gb)
+        profile = within(profile, gpu_budget_gb, host_budget_gb)
         profile = rescale(profile, seq_len=given.get("seq_len"))
-        sequences = _sequences(profile, tokens, given)
-        start = planner.make_plan(profile, check=False, **_batch(profile, sequences, given), **given)
-        fixed = {{"flow": "flow_blocks", "buckets": "bucket_mb"}.get(name, name) for name in given}
-        fixed |= {"micro_batch"} if sequences is not None and "accumulation" in given else set()
-        values = start.model_dump(mode="json", include=fixed & set(given))
+        sequences = sequences_per_step(profile, tokens, given)
+        start = planner.make_plan(profile, check=False, **start_batch(profile, sequences, given), **given)
+        named = {{"flow": "flow_blocks", "buckets": "bucket_mb"}.get(name, name) for name in given}
+        fixed = named | ({"micro_batch"} if sequences is not None and "accumulation" in given else set())
         self.settings = SearchSettings.from_dict(
             {
                 "objective": objective, "tokens": tokens, "gpu_budget_gb": gpu_budget_gb,
                 "host_budget_gb": host_budget_gb, "tokens_per_s": tokens_per_s, "trials": trials, "seed": seed,
-                "knobs": {**{k: v for k, v in given.items() if k not in values}, **values},
+                "knobs": start.model_dump(mode="json", include=named),
             },
             where="the search",
         )  # fmt: skip
@@ -155,9 +155,7 @@ class _Search:
         self.cancel: Callable[[], bool] = lambda: False
         self.progress: Callable[[int, int, Trial | None], None] = lambda done, total, best: None
 
-    def go(
-        self, cancel: Cancel | None, progress: Callable[[int, int, Trial | None], None] | None
-    ) -> SearchResult:
+    def go(self, cancel: Cancel | None, progress: Callable[[int, int, Trial | None], None] | None) -> SearchResult:
         if cancel is not None:
             self.cancel = cancel.is_set if isinstance(cancel, threading.Event) else cancel
         self.progress = progress or self.progress
@@ -221,7 +219,7 @@ class _Search:
             account = ledger(profile, plan)
         except InputError as e:
             return Trial(number=number, plan=plan, verdict="impossible", reason=f"impossible: {e.what}"), 2**62
-        memory = {f"{place}_bytes": account.total(place) for place in ("gpu", "host", "pinned")}
+        memory: dict[str, Any] = {f"{place}_bytes": account.total(place) for place in get_args(Place)}
         over = account.overflow()
         if over:
             found = Trial.model_construct(
@@ -321,7 +319,9 @@ class _Search:
                 continue
             profile = self.space.task.of(plan)
             one, two = (
-                graph.build(profile, planner.coarse(profile, plan.model_copy(update={"accumulation": n}), QUICK_BUCKETS)).load("gpu")
+                graph.build(
+                    profile, planner.coarse(profile, plan.model_copy(update={"accumulation": n}), QUICK_BUCKETS)
+                ).load("gpu")
                 for n in (1, 2)
             )
             found[key] = plan.tokens_per_step / (one + (plan.accumulation - 1) * (two - one)), chosen
@@ -378,7 +378,7 @@ class _Search:
         reasons = {k: v for k, v in self.start.reasons.items() if k not in self.space.values}
         if best.number == 0:
             reasons = dict(self.start.reasons)
-        if "accumulation" in reasons:
+        if "accumulation" not in self.settings.knobs:
             reasons["accumulation"] = (
                 f"{plan.accumulation}: {plan.tokens_per_step:,} tokens per step in micro-batches of "
                 f"{plan.micro_batch} x {plan.seq_len:,}"
@@ -387,14 +387,18 @@ class _Search:
         for i, (name, values) in enumerate(self.space.values.items()):
             if point is None or name in fixed:
                 continue
-            others = [(k, self.points.get((*point[:i], k, *point[i + 1 :]))) for k in range(len(values)) if k != point[i]]
+            others = [
+                (k, self.points.get((*point[:i], k, *point[i + 1 :]))) for k in range(len(values)) if k != point[i]
+            ]
             tried = [(k, n) for k, n in others if n is not None and n != best.number]
             if AXES[name].ordered:  # the nearest on either side
                 below, above = [x for x in tried if x[0] < point[i]], [x for x in tried if x[0] > point[i]]
                 tried = [*below[-1:], *above[:1]]
             value = _short(getattr(plan, name))
             told = [f"{_short(getattr(self.trials[n].plan, name))} is {self._against(n, best)}" for _, n in tried]
-            reasons[name] = f"{value}: " + ("; ".join(told) if told else "no other value was open or tried beside the others")
+            reasons[name] = f"{value}: " + (
+                "; ".join(told) if told else "no other value was open or tried beside the others"
+            )
         return reasons
 
     def _against(self, number: int, best: Trial) -> str:
@@ -402,9 +406,7 @@ class _Search:
         other = self.trials[number]
         if not other.ran:
             return other.reason.replace("does not fit: ", "too much, ")
-        pair = [
-            self._timed(t, self._quickly(self.space.task.of(t.plan), t.plan), exact=False) for t in (other, best)
-        ]
+        pair = [self._timed(t, self._quickly(self.space.task.of(t.plan), t.plan), exact=False) for t in (other, best)]
         told = difference(*pair)
         return "no different" if told == SAME else told
 
@@ -429,59 +431,7 @@ def _lacks(account: Ledger, over: dict[str, int]) -> str:
         if place in over:
             largest = account.largest("gpu" if place == "gpu" else "host")
             what = f", of which {largest.name} takes {format_bytes(largest.bytes)}" if largest else ""
-            parts.append(f"the {name} lacks {format_bytes(over[place])} of {format_bytes(capacity + over[place])}{what}")
+            parts.append(
+                f"the {name} lacks {format_bytes(over[place])} of {format_bytes(capacity + over[place])}{what}"
+            )
     return "does not fit: " + " and ".join(parts)
-
-
-def _within(profile: Profile, gpu_budget_gb: float | None, host_budget_gb: float | None) -> Profile:
-    """The profile on a machine with no more memory than the budgets."""
-    hw = profile.hardware
-    if gpu_budget_gb is not None and hw.shared_memory:
-        raise InputError(
-            f"gpu_budget_gb = {gpu_budget_gb:g}, but on {hw.name} GPU and CPU share one memory",
-            remedy="Give host_budget_gb",
-        )
-    for name, budget, has in (
-        ("gpu_budget_gb", gpu_budget_gb, hw.gpu.memory_gb),
-        ("host_budget_gb", host_budget_gb, hw.cpu.memory_gb),
-    ):
-        if budget is not None and not 0 < budget <= has:
-            raise InputError(f"{name} = {budget:g}", expected=f"above 0, at most {has:.4g}, which {hw.name} has")
-    gpu = hw.gpu if gpu_budget_gb is None else hw.gpu.replace(memory_gb=gpu_budget_gb)
-    cpu = hw.cpu if host_budget_gb is None else hw.cpu.replace(memory_gb=host_budget_gb)
-    return profile.replace(hardware=hw.replace(gpu=gpu, cpu=cpu))
-
-
-def _sequences(profile: Profile, tokens: int | Literal["free"] | None, given: dict[str, Any]) -> int | None:
-    """Sequences per step, None where they are free."""
-    if tokens == "free":
-        return None
-    micro_batch, accumulation = given.get("micro_batch"), given.get("accumulation")
-    if tokens is None:
-        return int((micro_batch or profile.micro_batch) * (accumulation or 1))
-    if not isinstance(tokens, int) or tokens < 1 or tokens % profile.seq_len:
-        raise InputError(f"tokens = {tokens!r}", expected=f'a multiple of seq_len = {profile.seq_len}, or "free"')
-    sequences = tokens // profile.seq_len
-    for name, value in (("micro_batch", micro_batch), ("accumulation", accumulation)):
-        if value is not None and sequences % value:
-            raise InputError(f"{name} = {value} with tokens = {tokens}", expected=f"a divisor of {sequences} sequences")
-    if micro_batch and accumulation and micro_batch * accumulation != sequences:
-        raise InputError(
-            f"micro_batch = {micro_batch} and accumulation = {accumulation} with tokens = {tokens}",
-            remedy="Leave one of the three out",
-        )
-    return sequences
-
-
-def _batch(profile: Profile, sequences: int | None, given: dict[str, Any]) -> dict[str, int]:
-    """The start plan's batch, as far as it is not given: the profile's micro-batch, or the next smaller that divides."""
-    if sequences is None:
-        return {}
-    accumulation = given.get("accumulation")
-    micro_batch = given.get("micro_batch") or (
-        sequences // accumulation
-        if accumulation
-        else next(n for n in range(min(profile.micro_batch, sequences), 0, -1) if sequences % n == 0)
-    )
-    found = {"micro_batch": micro_batch, "accumulation": sequences // micro_batch}
-    return {name: value for name, value in found.items() if name not in given}

@@ -51,6 +51,22 @@ class Trial(Record):
         return self.step_s is not None
 
 
+class Measured(Record):
+    """A plan of the search that was run on this machine."""
+
+    number: int
+    """Of its trial."""
+    predicted_s: float
+    """Modelled seconds per step."""
+    measured_s: float | None = None
+    """Median of the measured steps; None where the plan failed."""
+    tokens_per_s: float = 0.0
+    """Measured."""
+    failure: str = ""
+    headline: dict[str, Any] = Field(default_factory=dict)
+    """The measured step's numbers, as a tuned config keeps them."""
+
+
 class SearchSettings(Record):
     """What was asked for: with the profile, all that the result depends on."""
 
@@ -80,6 +96,30 @@ class SearchResult(Record):
     cancelled: bool = False
     """Whether it was stopped early; the trials are those until then."""
     versions: dict[str, str] = Field(default_factory=dict)
+    measured: tuple[Measured, ...] = ()
+    """Plans that were run afterwards (`measuring.measure_best`)."""
+
+    @property
+    def winner(self) -> Trial | None:
+        """Of the plans that were measured the one with most tokens/s; the best as modelled where none was."""
+        ran = [m for m in self.measured if m.measured_s]
+        return self.trials[max(ran, key=lambda m: m.tokens_per_s).number] if ran else self.best
+
+    @property
+    def nearest(self) -> Trial:
+        """The fastest plan that fits, else the one that lacks least memory."""
+        ran = [t for t in self.trials if t.ran]
+        if ran:
+            return max(ran, key=lambda t: t.tokens_per_s)
+        hw, asked = self.profile.hardware, self.settings
+        gpu = 0.0 if hw.shared_memory else (asked.gpu_budget_gb or hw.gpu.memory_gb) * GB
+        host = (asked.host_budget_gb or hw.cpu.memory_gb) * GB
+
+        def over(t: Trial) -> tuple[bool, float]:
+            lacks = (max(0.0, t.gpu_bytes - gpu) if gpu else 0.0) + max(0.0, t.host_bytes - host)
+            return t.verdict == "impossible", lacks
+
+        return min(self.trials, key=over)
 
     @property
     def best(self) -> Trial | None:

@@ -60,9 +60,7 @@ class Task:
 def plan_key(plan: Plan) -> tuple[Any, ...]:
     """What tells plans apart, reasons left out."""
     fields = plan.__dict__
-    return tuple(
-        tuple(sorted(fields[n].items())) if isinstance(fields[n], dict) else fields[n] for n in Plan.knobs()
-    )
+    return tuple(tuple(sorted(fields[n].items())) if isinstance(fields[n], dict) else fields[n] for n in Plan.knobs())
 
 
 def _field_alone(_: Task, plan: Plan, name: str, value: Any) -> Plan:
@@ -173,7 +171,7 @@ def _place_share(task: Task, plan: Plan, name: str, share: float) -> Plan:
 
 def _read_share(task: Task, plan: Plan, name: str) -> float:
     least, most = _retained_range(task, plan)
-    return min(1.0, max(0.0, (getattr(plan, name) - least) / max(1, most - least)))
+    return min(1.0, max(0.0, (plan.retained_buckets - least) / max(1, most - least)))
 
 
 AXES: dict[str, Axis] = {
