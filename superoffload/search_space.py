@@ -100,6 +100,11 @@ def _place_micro_batch(task: Task, plan: Plan, name: str, value: int) -> Plan:
     return plan.model_copy(update=changes)
 
 
+def _where_to_wait(task: Task) -> Sequence[str]:
+    never = task.sequences in (None, 1) or "micro_batch" in task.fixed
+    return () if never and task.start.accumulation == 1 else ("gpu", "cpu")
+
+
 def _bucket_sizes(task: Task) -> Sequence[float]:
     total = task.profile.params * FP32_BYTES / MIB
     return [2.0**k for k in range(3, 10) if MIN_BUCKETS <= total / 2.0**k <= MOST_BUCKETS]
@@ -176,9 +181,7 @@ def _read_share(task: Task, plan: Plan, name: str) -> float:
 
 AXES: dict[str, Axis] = {
     "micro_batch": Axis(_micro_batches, ordered=True, basin=True, place=_place_micro_batch),
-    "accumulate_on": Axis(
-        lambda _: ("gpu", "cpu"), basin=True, only=lambda plan: "gpu" if plan.accumulation == 1 else None
-    ),
+    "accumulate_on": Axis(_where_to_wait, basin=True, only=lambda plan: "gpu" if plan.accumulation == 1 else None),
     "activations": Axis(lambda task: open_policies(task.profile), basin=True),
     "bucket_mb": Axis(_bucket_sizes, ordered=True),
     "master": Axis(_masters),
