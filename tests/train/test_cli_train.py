@@ -117,9 +117,11 @@ def test_a_plan_of_another_machine_is_named_before_training(
 def test_search_measures_the_best_plans_here_and_exports_the_fastest(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    body = command("search", "--model", str(tiny_model), "--hardware", "hw.json", "--seq-len", "32", "--dtype", "float32",
-                   "--tokens", "128", "--trials", "40", "--measure", "2", "--out", "found.json", "--config", "tuned.json",
-                   capsys=capsys)  # fmt: skip
+    from superoffload.measuring import measure_best
+
+    model = ["--model", str(tiny_model), "--hardware", "hw.json", "--seq-len", "32", "--dtype", "float32"]
+    body = command("search", *model, "--tokens", "128", "--trials", "40", "--measure", "2", "--out", "found.json",
+                   "--config", "tuned.json", capsys=capsys)  # fmt: skip
     found = SearchResult.load("found.json")
     assert len(body["measured"]) == len(found.measured) == 2
     for m in found.measured:
@@ -138,6 +140,10 @@ def test_search_measures_the_best_plans_here_and_exports_the_fastest(
     assert config.prediction["step_s"] == pytest.approx(fastest.predicted_s)
     done = command("train", "--config", "tuned.json", "--data", "text.txt", "--steps", "2", capsys=capsys)
     assert done["state"] == "finished"
+    broken = found.trials[fastest.number]
+    broken = broken.model_copy(update={"plan": broken.plan.replace(retained_buckets=10**6)})
+    noted = measure_best(found.model_copy(update={"trials": (broken,), "measured": ()}), 1).measured
+    assert noted[0].measured_s is None and "retained_buckets = 1000000" in noted[0].failure
     code = cli.main(["search", "--model", str(tiny_model), "--hardware", "gh200", "--measure", "1"])
     assert code == 2
     assert "this machine" in capsys.readouterr().err
