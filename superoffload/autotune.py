@@ -396,9 +396,9 @@ class _Search:
                 tried = [*below[-1:], *above[:1]]
             value = _short(getattr(plan, name))
             told = [f"{_short(getattr(self.trials[n].plan, name))} is {self._against(n, best)}" for _, n in tried]
-            reasons[name] = f"{value}: " + (
-                "; ".join(told) if told else "no other value was open or tried beside the others"
-            )
+            if AXES[name].only(plan) is not None:
+                told = ["the only one that makes sense beside the other fields"]
+            reasons[name] = f"{value}: " + ("; ".join(told) or "no other value was tried beside the other fields")
         return reasons
 
     def _against(self, number: int, best: Trial) -> str:

@@ -278,6 +278,23 @@ def test_quick_simulations_are_near_the_exact_ones(profile: Profile) -> None:
     assert max(errors) < 0.05
 
 
+def test_no_plan_is_called_the_best_for_a_quick_number(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With quick simulations that flatter many plans, and few finalists, the best still is a true one."""
+    quickly = autotune._Search._quickly
+
+    def flattering(self: Any, of: Profile, plan: Plan) -> float:
+        return quickly(self, of, plan) * (0.5 if plan.cast_down == "cpu" else 1.0)
+
+    monkeypatch.setattr(autotune._Search, "_quickly", flattering)
+    monkeypatch.setattr(autotune, "FINALISTS", 2)
+    done: list[int] = []  # cancelled, so that the finalists come at once
+    result = search(profile, tokens=16384, cancel=lambda: len(done) > 120, progress=lambda n, *_: done.append(n))
+    assert result.cancelled
+    assert sum(t.plan.cast_down == "cpu" for t in result.trials if t.ran) > 20
+    assert result.best is not None and result.best.exact
+    assert result.best.step_s == simulator.step_seconds(of(profile, result.best.plan), result.best.plan)
+
+
 def test_later_micro_batches_add_what_the_third_did() -> None:
     profile = estimate("smollm2-135m", micro_batch=1, seq_len=512, hardware="h200-pcie5")
     for fields in ({}, {"flow": 6}, {"accumulate_on": "cpu"}, {"activations": "offload_inputs", "flow": 3}):
