@@ -25,6 +25,7 @@ _HOME = {
     "profile": "profiling",
     "estimate": "profiler",
     "make_plan": "planner",
+    "search": "autotune",
     "simulate": "simulator",
     "OffloadAdamW": "engine",
     "chunked_cross_entropy": "engine",
@@ -35,6 +36,7 @@ _HOME = {
     "Profile": "profiler",
     "Plan": "plan",
     "Ledger": "memory",
+    "SearchResult": "search_result",
     "Trace": "tracing",
     "TunedConfig": "config",
     "ModelRef": "config",
@@ -53,6 +55,7 @@ would replace the function in this namespace by the module."""
 
 if TYPE_CHECKING:
     from superoffload import hardware, model
+    from superoffload.autotune import search
     from superoffload.config import ModelRef, OptimizerConfig, TrainingConfig, TunedConfig
     from superoffload.engine import OffloadAdamW, chunked_cross_entropy
     from superoffload.errors import (
@@ -70,6 +73,7 @@ if TYPE_CHECKING:
     from superoffload.planner import make_plan
     from superoffload.profiler import BlockProfile, Profile, estimate
     from superoffload.profiling import profile
+    from superoffload.search_result import SearchResult
     from superoffload.simulator import simulate
     from superoffload.tracing import Trace
 
@@ -88,6 +92,7 @@ __all__ = [
     "OptimizerConfig",
     "Plan",
     "Profile",
+    "SearchResult",
     "SuperOffloadError",
     "Trace",
     "TrainingConfig",
@@ -99,6 +104,7 @@ __all__ = [
     "make_plan",
     "model",
     "profile",
+    "search",
     "simulate",
 ]
 

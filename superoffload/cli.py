@@ -62,6 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole grammar; `superoffload --help` and the README are checked against it."""
     from superoffload import cli_planning as planning
     from superoffload import cli_running as running
+    from superoffload import cli_search as searching
+    from superoffload.search_result import OBJECTIVES
 
     parser = _Parser(
         prog="superoffload",
@@ -109,6 +111,33 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "plan":
             sub.add_argument("--config", metavar="FILE", help="write a tuned config for superoffload train here")
             sub.add_argument("--source", metavar="MODEL", help="where the config's weights come from")
+
+    sub = command("search", searching.search, "try many plans, show the best ones and why, and measure some of them")
+    _model_arguments(sub, required=False)
+    sub.add_argument("--profile", metavar="FILE", help="search for this profile instead of --model")
+    sub.add_argument(
+        "--tokens", type=searching.tokens, metavar="N", help="tokens per optimizer step, or free: of any size"
+    )
+    sub.add_argument(
+        "--objective", choices=OBJECTIVES, default="throughput", help="what the best plan has most, or least, of"
+    )
+    sub.add_argument("--gpu-gb", "--gpu-budget-gb", type=_positive_float, metavar="GB", help="use no more GPU memory")
+    sub.add_argument(
+        "--host-gb", "--host-budget-gb", type=_positive_float, metavar="GB", help="use no more host memory"
+    )
+    sub.add_argument(
+        "--tokens-per-s", type=_positive_float, metavar="N", help="the least throughput (memory objectives)"
+    )
+    sub.add_argument("--trials", type=_positive_int, default=1000, metavar="N", help="plans that are tried at most")
+    sub.add_argument("--seed", type=int, default=0, help="the same seed finds the same plans")
+    sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="fix a plan field (repeatable)")
+    sub.add_argument(
+        "--measure", type=_positive_int, metavar="K", help="run the best K plans here and keep the fastest"
+    )
+    sub.add_argument("--out", metavar="FILE", help="write every plan that was tried, with its verdict, here")
+    sub.add_argument("--config", metavar="FILE", help="write a tuned config of the best plan here")
+    sub.add_argument("--source", metavar="MODEL", help="where the config's weights come from")
+    sub.set_defaults(gpu_budget_gb=None, gguf_file=None)
 
     sub = command("train", running.train, "train with a tuned config; writes logs and checkpoints into a folder")
     sub.add_argument("--config", required=True, metavar="FILE", help="a tuned config")

@@ -92,14 +92,15 @@ def buckets_of(profile: Profile, bucket_mb: float, flow_blocks: tuple[int, ...] 
     return _cut(tuple((b.dtype, b.tensor_numels) for b in profile.blocks), bucket_mb, flow_blocks)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=128)
 def _cut(
     blocks: tuple[tuple[str, tuple[int, ...]], ...], bucket_mb: float, flow_blocks: tuple[int, ...]
 ) -> list[Bucket]:
-    """Cached because a slider move cuts the same model several times; nobody changes the list."""
+    """Cached because a slider move or a search cuts the same model several times; nobody changes the list."""
     return cut_buckets(_backward_tensors(blocks, flow_blocks), bucket_mb)
 
 
+@functools.lru_cache(maxsize=32)
 def _backward_tensors(blocks: tuple[tuple[str, tuple[int, ...]], ...], flow_blocks: tuple[int, ...]) -> list[TensorRef]:
     refs: list[TensorRef] = []
     for b in range(len(blocks) - 1, -1, -1):
@@ -218,6 +219,8 @@ class _Builder:
         self.costs = {
             (dtype, flow): bucket_cost(plan, dtype, flow=flow) for dtype in DTYPE_BYTES for flow in (False, True)
         }
+        self.alone: dict[tuple[Lane, int], float] = {}
+        """Seconds of copies alone; those of a model are nearly all alike."""
         self.held: dict[int, int] = {}
         """Copy after which a bucket's gradients of the micro-batches so far are on the host."""
         self.up: dict[int, int] = {}
@@ -392,27 +395,27 @@ class _Builder:
                                       bucket.params * DTYPE_BYTES[bucket.dtype], k, [gpu_adam])  # fmt: skip
                     self.home[k] = [down]
                 continue
-            cost = self.costs[bucket.dtype, bucket.flow]
+            cost, params = self.costs[bucket.dtype, bucket.flow], bucket.params
             self._send(k, packed, downs)
             down = downs[-1]
             ahead = plan.may_undo(k)  # a step of the others is not recorded and waits for the verdict
             adam_bytes = cost.adam_bytes + (cost.undo_bytes if ahead else 0)
-            before = cost.cast_down_bytes * bucket.params / cast_rate
-            adam = adam_bytes * bucket.params / rate
-            after = cost.cast_up_bytes * bucket.params / cast_rate
+            before = cost.cast_down_bytes * params / cast_rate
+            adam = adam_bytes * params / rate
+            after = cost.cast_up_bytes * params / cast_rate
             whole = before + adam + after
             passes: list[tuple[Kind, float]] = [("cpu_cast", before), ("adam", adam), ("cpu_cast", after)]
             parts = tuple((kind, s / whole) for kind, s in passes if s)
             step = self.add(
                 "cpu_adam", "adam", f"Adam of bucket {k}", whole, bucket=k, parts=parts if len(parts) > 1 else (),
-                dram_bytes=float(bucket.params * (adam_bytes + cost.cast_down_bytes + cost.cast_up_bytes)),
+                dram_bytes=float(params * (adam_bytes + cost.cast_down_bytes + cost.cast_up_bytes)),
                 deps=[down] if ahead else [down, verdict],
             )  # fmt: skip
             self.home[k] = [step]
             if not bucket.flow:
-                size = cost.up_bytes * bucket.params
+                size = cost.up_bytes * params
                 up = self._copy("link_up", "copy_up", f"copy up of bucket {k}", size, k, [step])
-                self._cast_after(self.ops[up], cost.gpu_cast_bytes * bucket.params / self.hbm)
+                self._cast_after(self.ops[up], cost.gpu_cast_bytes * params / self.hbm)
                 self.up[k] = up
         if downs:  # the partial sums follow the last gradient down the same stream
             self.ops[verdict].deps.append(downs[-1])
@@ -425,9 +428,10 @@ class _Builder:
             up.seconds = whole
 
     def _copy(self, lane: Lane, kind: Kind, name: str, nbytes: int, bucket: int, deps: list[int]) -> int:
-        curve = self.hw.link.down if lane == "link_down" else self.hw.link.up
+        if (lane, nbytes) not in self.alone:
+            self.alone[lane, nbytes] = transfer_s(self.hw.link.down if lane == "link_down" else self.hw.link.up, nbytes)
         return self.add(
-            lane, kind, name, transfer_s(curve, nbytes), link_bytes=nbytes, bucket=bucket, deps=deps,
+            lane, kind, name, self.alone[lane, nbytes], link_bytes=nbytes, bucket=bucket, deps=deps,
             dram_bytes=nbytes * self._dma_cost(lane),
         )  # fmt: skip
 

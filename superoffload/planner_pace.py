@@ -25,9 +25,9 @@ class Pace:
     def __init__(self, profile: Profile):
         self.profile = profile
 
-    def coarse(self, plan: Plan) -> Plan:
-        """The same plan with at most SEARCH_BUCKETS buckets, for quick simulations."""
-        size = max(plan.bucket_mb, self.profile.params * FP32_BYTES / MIB / SEARCH_BUCKETS)
+    def coarse(self, plan: Plan, buckets: int = SEARCH_BUCKETS) -> Plan:
+        """The same plan with at most so many buckets, for quick simulations."""
+        size = max(plan.bucket_mb, self.profile.params * FP32_BYTES / MIB / buckets)
         if size == plan.bucket_mb:
             return plan
         total = len(graph.buckets_of(self.profile, size, plan.flow_blocks))

@@ -12,7 +12,8 @@ from superoffload.fitting import evenly
 from superoffload.memory import ledger
 from superoffload.plan import ACTIVATIONS, Activations, Plan
 from superoffload.planner_pace import GOOD_ENOUGH, Pace, first
-from superoffload.planner_room import Room
+from superoffload.planner_room import Room, spread_by_state
+from superoffload.profiler import Profile
 from superoffload.units import format_bytes, format_seconds
 
 WORTH_HOLDING = 1.02
@@ -38,7 +39,7 @@ class Placement:
         """With one policy for all layers, in the order of policies; those that fit."""
         self._slower: list[str] = []
         self._chosen = "activations" not in given
-        self._names = self._policies() if self._chosen else (plan.activations,)
+        self._names = open_policies(self.profile, compiled=plan.compile_blocks) if self._chosen else (plan.activations,)
         for policy in self._names:
             candidate = plan.model_copy(update={"activations": policy})
             if self._found and self.pace.gpu_seconds(candidate) >= self.seconds:
@@ -83,17 +84,6 @@ class Placement:
                        default=(seconds, best, why))  # fmt: skip
             reasons["activations"] = self._why_activations(base[1], base[0], whole, self._slower, too_large)
         return best, reasons
-
-    def _policies(self) -> tuple[Activations, ...]:
-        """Activation policies that can be chosen here, simplest first. `offload_saved` is for people: its time is
-        modelled from the link alone, and no machine has confirmed it yet."""
-        layers = [b for b in self.profile.blocks if b.kind == "layer"]
-        unknown = any(b.selective_bytes is None or b.selective_recompute_s is None for b in layers)
-        compiled = self.plan.compile_blocks  # of which `selective` sees no operation
-        return tuple(
-            p for p in ACTIVATIONS if p != "offload_saved" and not (p == "selective" and (unknown or compiled))
-            and not (p.startswith("offload") and self.hw.shared_memory)
-        )  # fmt: skip
 
     def _placed(self, plan: Plan, *, anyway: bool = False) -> list[Candidate]:
         """The plan with everything else placed: one for each side that may hold accumulated gradients, of those that
@@ -196,8 +186,7 @@ class Placement:
         layers = len(on_host) + len(on_gpu)
 
         def flowing(count: int) -> tuple[int, ...]:
-            more = count - len(on_host)
-            return evenly(on_host, count) if more <= 0 else tuple(sorted([*on_host, *evenly(on_gpu, more)]))
+            return spread_by_state(on_host, on_gpu, count)
 
         def over(count: int) -> int:
             return self.room.gpu_over(least_gpu(plan.model_copy(update={"flow_blocks": flowing(count)})))
@@ -277,3 +266,18 @@ class Placement:
         times = ", ".join(f"{format_seconds(s)} with {k}" for k, s in tried.items() if k != n)
         reasons["prefetch_blocks"] = f"{n}: a step of {format_seconds(tried[n])}" + (f", {times}" if times else "")
         return plan.model_copy(update={"prefetch_blocks": n})
+
+
+def open_policies(profile: Profile, *, compiled: bool) -> tuple[Activations, ...]:
+    """Activation policies that can be chosen here, simplest first. `offload_saved` is for people: its time is
+    modelled from the link alone, and no machine has confirmed it yet.
+
+    Args:
+        compiled: the layers are, of which `selective` sees no operation.
+    """
+    layers = [b for b in profile.blocks if b.kind == "layer"]
+    unknown = any(b.selective_bytes is None or b.selective_recompute_s is None for b in layers)
+    return tuple(
+        p for p in ACTIVATIONS if p != "offload_saved" and not (p == "selective" and (unknown or compiled))
+        and not (p.startswith("offload") and profile.hardware.shared_memory)
+    )  # fmt: skip

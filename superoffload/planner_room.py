@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from superoffload import graph
+from superoffload.fitting import evenly
 from superoffload.loss_costs import enough_chunks
 from superoffload.memory import ledger
 from superoffload.plan import Plan, Processor
@@ -99,6 +100,10 @@ class Room:
         layers = [i for i, b in enumerate(self.profile.blocks) if b.kind == "layer"]
         return [i for i in layers if i in on_host], [i for i in layers if i not in on_host]
 
+    def flowing(self, stationary: Plan, count: int) -> tuple[int, ...]:
+        """`count` layers that flow where the others stay as in `stationary`, those with state on the host first."""
+        return spread_by_state(*self.layers_by_state(stationary), count)
+
     def gpu_over(self, plan: Plan) -> int:
         """Bytes over the GPU's capacity (the whole memory's where it is shared); negative where there is room."""
         account = ledger(self.profile, plan)
@@ -109,3 +114,9 @@ class Room:
     def host_over(self, plan: Plan) -> int:
         account = ledger(self.profile, plan)
         return account.total("host") - account.host_capacity_bytes
+
+
+def spread_by_state(on_host: Sequence[int], on_gpu: Sequence[int], count: int) -> tuple[int, ...]:
+    """`count` blocks, evenly spread over those with state on the host, and only then over the others."""
+    more = count - len(on_host)
+    return evenly(on_host, count) if more <= 0 else tuple(sorted([*on_host, *evenly(on_gpu, more)]))

@@ -112,19 +112,22 @@ def run(graph: StepGraph, full_steps: int = 2) -> Timeline:
     released = [-1] * total
     queues: list[list[tuple[float, int, int]]] = [[], [], [], []]
     push, pop = heapq.heappush, heapq.heappop
-    current = [-1, -1, -1, -1]
+    running = [-1, -1, -1, -1]
+    """The instance on each lane, -1 where it is idle."""
     left = [0.0, 0.0, 0.0, 0.0]
     rates = [1.0, 1.0, 1.0, 1.0]
     rate_of = _rates(graph)
     instant: list[tuple[float, int]] = []
     """Validator operators under way: (end, instance); they disturb nobody."""
-    t, gpu_next = 0.0, 0
+    t, gpu_next, changed, never = 0.0, 0, False, float("inf")
+    _, down_queue, up_queue, adam_queue = queues
+    lanes, copies = (GPU, DOWN, UP, ADAM), ((DOWN, down_queue), (UP, up_queue), (ADAM, adam_queue))
 
     def offer(x: int) -> None:
         i = x % n
         where = lane[i]
         if where == ADAM:
-            push(queues[ADAM], (float(x - i), priority[i], x))  # older step first, then the bucket needed first
+            push(adam_queue, (float(x - i), priority[i], x))  # older step first, then the bucket needed first
         elif where in (DOWN, UP):
             push(queues[where], (t, x, x))
         elif where == -1:
@@ -137,39 +140,37 @@ def run(graph: StepGraph, full_steps: int = 2) -> Timeline:
                 offer(s * n + i)
 
     while True:
-        changed = False
-        if current[GPU] < 0 and gpu_next < gpu_total:
+        if running[GPU] < 0 and gpu_next < gpu_total:
             x = gpu_order[gpu_next]
             if pending[x] == 0:
                 gpu_next += 1
-                current[GPU], left[GPU], start[x], changed = x, seconds[x % n], t, True
-        for where in (DOWN, UP, ADAM):
-            if current[where] < 0 and queues[where]:
-                x = pop(queues[where])[2]
-                current[where], left[where], start[x], changed = x, seconds[x % n], t, True
+                running[GPU], left[GPU], start[x], changed = x, seconds[x % n], t, True
+        for where, queue in copies:
+            if queue and running[where] < 0:
+                x = pop(queue)[2]
+                running[where], left[where], start[x], changed = x, seconds[x % n], t, True
         if changed:
-            rates = rate_of(current)
-        step = float("inf")
-        for where in (GPU, DOWN, UP, ADAM):
-            if current[where] >= 0:
+            rates, changed = rate_of(running), False
+        step = never
+        for where in lanes:
+            if running[where] >= 0:
                 need = left[where] / rates[where]
                 if need < step:
                     step = need
         if instant and instant[0][0] - t < step:
             step = max(0.0, instant[0][0] - t)
-        if step == float("inf"):
+        if step == never:
             break
         t += step
         finished: list[int] = []
-        for where in (GPU, DOWN, UP, ADAM):
-            x = current[where]
+        for where in lanes:
+            x = running[where]
             if x >= 0:
                 rest = left[where] - step * rates[where]
                 if rest <= 1e-12:
                     end[x] = t
-                    current[where] = -1
+                    running[where] = -1
                     finished.append(x)
-                    changed = True
                 else:
                     left[where] = rest
         while instant and instant[0][0] <= t:
@@ -182,7 +183,8 @@ def run(graph: StepGraph, full_steps: int = 2) -> Timeline:
                 pending[y] -= 1
                 if pending[y] == 0:
                     ready[y], released[y] = t, x
-                    offer(y)
+                    if lane[f] != GPU:
+                        offer(y)
             if base < last_base:
                 base += n
                 for f in next_step[i]:
@@ -190,9 +192,9 @@ def run(graph: StepGraph, full_steps: int = 2) -> Timeline:
                     pending[y] -= 1
                     if pending[y] == 0 and (base < last_base or forward[f]):
                         ready[y], released[y] = t, x
-                        offer(y)
-        if any(current[where] < 0 for where in (DOWN, UP, ADAM)) and finished:
-            rates = rate_of(current)
+                        if lane[f] != GPU:
+                            offer(y)
+        changed = bool(finished) and (running[DOWN] < 0 or running[UP] < 0 or running[ADAM] < 0)
     return Timeline(graph, n, full_steps, ready, start, end, released)
 
 

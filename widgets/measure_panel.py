@@ -80,7 +80,7 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
                 f"a measurement is running (step {self.progress.value} of {self.progress.max})",
                 remedy="Wait for it, or cancel it",
             )
-        from superoffload.widgets.measuring import measure_steps
+        from superoffload.measuring import measure_steps
 
         self._stop.clear()
         self.progress.max, self.progress.value = self.steps.value + 1, 0

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from superoffload.progress import progress_bar
 from superoffload.record import write_atomic
 
 METRICS = "metrics.jsonl"
@@ -31,7 +32,7 @@ class RunLog:
         self.status: dict[str, Any] = {
             "state": "starting", "step": resume_at, "steps": steps, "pid": os.getpid(), "started": time.time(),
         }  # fmt: skip
-        self._bar = _progress_bar(steps, resume_at) if progress else None
+        self._bar = progress_bar(steps, unit="step", initial=resume_at) if progress else None
         self._written = 0.0
         self.set(state="starting")
 
@@ -77,13 +78,3 @@ class RunLog:
         self._file.close()
         if self._bar is not None:
             self._bar.close()
-
-
-def _progress_bar(steps: int, initial: int) -> Any:
-    """A bar on a terminal; in a log file a line every ten seconds is enough."""
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-    except ImportError:
-        return None
-    interval = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(total=steps, initial=initial, unit="step", file=sys.stderr, mininterval=interval, dynamic_ncols=True)

@@ -13,6 +13,7 @@ from superoffload.cli_running import machine_notes
 from superoffload.config import TunedConfig
 from superoffload.hardware import preset
 from superoffload.profiler import Profile
+from superoffload.search_result import SearchResult
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 
@@ -111,3 +112,38 @@ def test_a_plan_of_another_machine_is_named_before_training(
     assert machine_notes(config) == []
     preset("gh200").save(known)
     assert "this machine has 72" in " ".join(machine_notes(config))
+
+
+def test_search_measures_the_best_plans_here_and_exports_the_fastest(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from superoffload.measuring import measure_best
+
+    model = ["--model", str(tiny_model), "--hardware", "hw.json", "--seq-len", "32", "--dtype", "float32"]
+    body = command("search", *model, "--tokens", "128", "--trials", "40", "--measure", "2", "--out", "found.json",
+                   "--config", "tuned.json", capsys=capsys)  # fmt: skip
+    found = SearchResult.load("found.json")
+    assert len(body["measured"]) == len(found.measured) == 2
+    for m in found.measured:
+        trial = found.trials[m.number]
+        assert m.predicted_s == trial.step_s
+        assert m.measured_s and m.measured_s > 0 and not m.failure
+        assert m.tokens_per_s == pytest.approx(128 / m.measured_s)
+    fastest = max(found.measured, key=lambda m: m.tokens_per_s)
+    assert found.winner == found.trials[fastest.number]
+    config = TunedConfig.load("tuned.json")
+    assert config.plan == found.winner.plan
+    assert config.plan.tokens_per_step == 128
+    assert config.measurement is not None and config.prediction is not None
+    assert config.measurement["source"] == "measured"
+    assert config.measurement["step_s"] == fastest.measured_s
+    assert config.prediction["step_s"] == pytest.approx(fastest.predicted_s)
+    done = command("train", "--config", "tuned.json", "--data", "text.txt", "--steps", "2", capsys=capsys)
+    assert done["state"] == "finished"
+    broken = found.trials[fastest.number]
+    broken = broken.model_copy(update={"plan": broken.plan.replace(retained_buckets=10**6)})
+    noted = measure_best(found.model_copy(update={"trials": (broken,), "measured": ()}), 1).measured
+    assert noted[0].measured_s is None and "retained_buckets = 1000000" in noted[0].failure
+    code = cli.main(["search", "--model", str(tiny_model), "--hardware", "gh200", "--measure", "1"])
+    assert code == 2
+    assert "this machine" in capsys.readouterr().err

@@ -23,6 +23,7 @@ NEEDS_TORCH = frozenset(
         "probing_link",
         "model_source",
         "demo",
+        "measuring",
     }
 )
 """Top-level modules that measure or train; every other one is lean, a new one too."""

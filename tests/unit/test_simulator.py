@@ -99,6 +99,87 @@ def test_recomputation_runs_forward_again_in_backward(tiny: ModuleType, machine:
     assert [n for n, *_ in spans(trace, "gpu", 1)].count("recompute of layer 1") == 1
 
 
+def stall(trace: Trace, lane: str, needs: str) -> tuple[float, str]:
+    """Duration and cause of the only stall of `lane` whose cause begins, after who waits, with `needs`."""
+    found = [(round(s.duration_s, 3), s.cause.split(": ", 1)[1]) for s in trace.stalls if s.lane == lane]
+    (one,) = [f for f in found if f[1].startswith(needs)]
+    return one
+
+
+def test_an_upload_behind_others(tiny: ModuleType) -> None:
+    # Adam takes 0.1 s per bucket and an upload 3 s: that of layer 1 is ready when layer 0's has begun. Uploads end 3, 6
+    # and 9 s after the first; forward of layer 0 ends at 4, so layer 1 waits 2 s, and layer 2 from 7 until 9.
+    hw = tiny.hardware(down=tiny.link_gb_per_s(0.1), up=tiny.link_gb_per_s(3.0), adam=tiny.adam_gb_per_s(0.1))
+    trace = simulate(tiny.profile(hw, layers=3), tiny.plan())
+    queued = "copy up of bucket {}, which was queued behind {} on the link"
+    assert stall(trace, "gpu", "forward of layer 1") == (
+        2.0, "forward of layer 1 needs " + queued.format(1, "1 transfer")
+    )  # fmt: skip
+    assert stall(trace, "gpu", "forward of layer 2") == (
+        2.0, "forward of layer 2 needs " + queued.format(0, "2 transfers")
+    )  # fmt: skip
+
+
+def test_gradients_behind_others(tiny: ModuleType) -> None:
+    # Backward completes three buckets 0.1 s apart, each 3 s on the link; Adam, speculating, takes 0.5 s, 0.554 with the
+    # record. Bucket 2 is complete 0.2 s after bucket 0, so it queues for 5.8 s, and Adam waits 3 - 0.554 s for it.
+    hw = tiny.hardware(down=tiny.link_gb_per_s(3.0), up=1e6, adam=tiny.adam_gb_per_s(0.5))
+    profile = tiny.profile(hw, layers=1, params=3 * tiny.BUCKET_PARAMS, backward=0.3)
+    waited, cause = stall(simulate(profile, tiny.plan(speculate="on")), "cpu_adam", "Adam of bucket 2")
+    assert waited == pytest.approx(3 - 0.5 * 31 / 28, abs=1e-3)
+    assert cause.endswith("copy down of bucket 2, whose 2.10 MB were queued behind 2 buckets on the link for 5.8 s")
+
+
+def test_an_adam_whose_gradient_came_late(tiny: ModuleType, machine: Hardware) -> None:
+    # 4 s per download: bucket 0's, begun 2 s before backward ends, then bucket 1's until 6 s after it; Adam 3.321 s, up
+    # 0.25 s.
+    hw = machine.replace(link=machine.link.replace(down=Curve(size_mb=(1.0,), gb_per_s=(tiny.link_gb_per_s(4.0),))))
+    trace = simulate(tiny.profile(hw), tiny.plan(speculate="on"))
+    waited, cause = stall(trace, "gpu", "forward of layer 0")
+    assert waited == pytest.approx(6.0 + 3.0 * 31 / 28 + 0.25, abs=1e-3)
+    assert "whose Adam could start only when copy down of bucket 1 had landed and took 3.32 s" in cause
+
+
+def test_a_fetch_that_waits_for_a_slot(tiny: ModuleType) -> None:
+    # Two slots. Forwards of 3, 0.1, 3 and 0.1 s, fetches of 1 s: layer 2 goes where layer 0 was, so it is fetched from
+    # the end of layer 0 on, and layer 1 covers 0.1 s of that.
+    hw = tiny.hardware(down=1e6, up=tiny.link_gb_per_s(1.0), adam=1e6, dram=1e9)
+    profile = tiny.profile(hw, layers=4)
+    blocks = tuple(b.model_copy(update={"forward_s": 0.1 if i % 2 else 3.0}) for i, b in enumerate(profile.blocks))
+    trace = simulate(profile.replace(blocks=blocks), tiny.plan(flow_blocks=(0, 1, 2, 3)))
+    waited, cause = stall(trace, "gpu", "forward of layer 2")
+    assert waited == 0.9
+    assert cause.endswith(
+        "(2.10 MB, 1 s on the link), which had to wait for a free slot until forward of layer 0 had ended"
+    )
+
+
+def test_a_fetch_behind_uploads(tiny: ModuleType) -> None:
+    # Only the last layer flows. Its Adam is done after 0.4 s, its fetch behind three uploads of 3 s each: from 9 to
+    # 12 s, and forward of layer 2 ends at 10.
+    hw = tiny.hardware(down=tiny.link_gb_per_s(0.1), up=tiny.link_gb_per_s(3.0), adam=tiny.adam_gb_per_s(0.1))
+    waited, cause = stall(
+        simulate(tiny.profile(hw, layers=4), tiny.plan(flow_blocks=(3,))), "gpu", "forward of layer 3"
+    )
+    assert waited == 2.0
+    assert cause.endswith("fetch of layer 3 (2.10 MB, 3 s on the link), which was queued behind 3 transfers")
+
+
+def test_offloaded_inputs_that_come_late(tiny: ModuleType) -> None:
+    # The case above with 4 s copies: forward of 2 waits for the copy of 0, and backward of 1 for what backward of 3
+    # asked for.
+    hw = tiny.hardware(down=0.25, up=0.25, adam=1e6)
+    profile = tiny.profile(hw, layers=4, params=NORM_CHUNK)
+    profile = profile.replace(blocks=tuple(b.model_copy(update={"input_bytes": 10**9}) for b in profile.blocks))
+    trace = simulate(profile, tiny.plan(activations="offload_inputs"))
+    assert stall(trace, "gpu", "forward of layer 2") == (
+        3.0, "forward of layer 2 needs activations of layer 0 down, whose 1.00 GB take 4 s on the link"
+    )  # fmt: skip
+    waited, cause = stall(trace, "gpu", "recompute of layer 1")
+    assert waited == 1.0
+    assert cause.endswith("(1.00 GB, 4 s on the link), which is asked for only when backward of layer 3 has ended")
+
+
 def starts(profile: Profile, plan: Plan) -> dict[str, float]:
     """When each operator of the first step starts, by name (of several, the first)."""
     timeline = simulator.run(graph.build(profile, plan))
@@ -350,6 +431,72 @@ def test_more_bandwidth_is_never_slower(seed: int, scarce_memory: bool) -> None:
     assert step(hw.replace(link=hw.link.replace(up=faster(hw.link.up)))) <= base * link
     assert step(hw.replace(link=hw.link.replace(down=faster(hw.link.down)))) <= base * link
     assert step(hw.replace(link=hw.link.replace(both_gb_per_s=2 * hw.link.both_gb_per_s))) <= base * link
+
+
+def critical_path(g: graph.StepGraph) -> float:
+    """Seconds of the longest chain of dependencies within one step that begins with a GPU operator, the GPU's own order
+    among them. (A fetch that waits only for the step before may begin in that step.)"""
+    never = float("-inf")
+    before = dict(itertools.pairwise(reversed([op.index for op in g.ops if op.lane == "gpu"])))
+
+    @functools.cache
+    def end(i: int) -> float:
+        op = g.ops[i]
+        waits = [*op.deps, *([before[i]] if i in before else [])]
+        return op.seconds + max((end(d) for d in waits), default=0.0 if op.lane == "gpu" else never)
+
+    for op in g.ops:  # in order, so that no chain is too deep for Python
+        end(op.index)
+    return max(end(op.index) for op in g.ops if op.lane == "gpu")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_step_is_shorter_than_its_critical_path(seed: int) -> None:
+    g = graph.build(*random_case(seed))
+    assert simulator.run(g).step_s >= critical_path(g) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("scarce_memory", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_less_work_is_never_slower(seed: int, scarce_memory: bool) -> None:
+    """Faster arithmetic, a faster HBM, and fewer bytes of the same copies; the bounds are those of more bandwidth."""
+    profile, plan = random_case(seed)
+    hw = profile.hardware
+    if not scarce_memory:
+        hw = hw.replace(cpu=hw.cpu.replace(dram_gb_per_s=1e5))
+        profile = profile.replace(hardware=hw)
+
+    def step(p: Profile) -> float:
+        return simulator.step_seconds(p, plan)
+
+    base, bound = step(profile), 1.02 if scarce_memory else 1.001
+    quicker = tuple(b.model_copy(update={"forward_s": b.forward_s / 2, "backward_s": b.backward_s / 2})
+                    for b in profile.blocks)  # fmt: skip
+    assert step(profile.replace(blocks=quicker)) <= base * bound
+    hbm = hw.replace(gpu=hw.gpu.replace(hbm_gb_per_s=2 * hw.gpu.hbm_gb_per_s))
+    assert step(profile.replace(hardware=hbm)) <= base * bound
+    fewer = ("input_bytes", "activation_bytes")
+    smaller = tuple(b.model_copy(update={name: getattr(b, name) // 2 for name in fewer}) for b in profile.blocks)
+    assert step(profile.replace(blocks=smaller)) <= base * bound
+    g = graph.build(profile, plan)
+    for op in g.ops:
+        op.link_bytes, op.seconds = op.link_bytes // 2, op.seconds / (2 if op.link_bytes else 1)
+        op.dram_bytes /= 2
+    assert simulator.run(g).step_s <= base * bound
+
+
+def test_the_worst_exception_is_the_one_in_the_documents() -> None:
+    """With a faster Adam weights go up during backward, and fetches that backward waits for queue behind them."""
+    profile = estimate("bench-3b", micro_batch=4, seq_len=2048, hardware="h200-pcie5")
+    plan = Plan(
+        micro_batch=4, seq_len=2048, bucket_mb=200, retained_buckets=8, cast_up="cpu", speculate="on", adam_threads=8,
+        activations="offload_saved",
+    )  # fmt: skip
+    cpu = profile.hardware.cpu
+    faster = cpu.replace(adam_gb_per_s=tuple(2 * b for b in cpu.adam_gb_per_s))
+    trace = simulate(profile.replace(hardware=profile.hardware.replace(cpu=faster)), plan)
+    assert 1.0 < trace.step_s / simulator.step_seconds(profile, plan) < 1.1
+    assert any("activations of" in s.cause and "was queued behind" in s.cause for s in trace.stalls)
 
 
 def test_a_7b_plan_takes_tens_of_milliseconds() -> None:

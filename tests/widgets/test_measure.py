@@ -13,12 +13,12 @@ from torch import Tensor, nn  # noqa: E402
 from superoffload.engine import OffloadAdamW  # noqa: E402
 from superoffload.errors import InputError  # noqa: E402
 from superoffload.hardware import preset  # noqa: E402
+from superoffload.measuring import Cancelled, measure_steps  # noqa: E402
 from superoffload.plan import Plan  # noqa: E402
 from superoffload.profiler import Profile  # noqa: E402
 from superoffload.profiling import profile as measure_profile  # noqa: E402
 from superoffload.tracing import Trace  # noqa: E402
 from superoffload.widgets import Tuner  # noqa: E402
-from superoffload.widgets.measuring import Cancelled, measure_steps  # noqa: E402
 
 
 class Layer(nn.Module):

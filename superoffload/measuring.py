@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from superoffload.config import TunedConfig, headline
 from superoffload.engine import OffloadAdamW
 from superoffload.engine.optimizer import optimizer_of
 from superoffload.errors import InputError, SuperOffloadError
+from superoffload.model_source import fingerprint, load
 from superoffload.plan import Plan
-from superoffload.profiler import Profile
+from superoffload.profiler import Profile, rescale
 from superoffload.profiling import batch_arguments, loss_of
 from superoffload.profiling_state import untouched
+from superoffload.search_result import Measured, SearchResult, Trial, ranked
 from superoffload.tracing import Trace
 
 MAX_GRAD_NORM = 1.0
@@ -86,7 +90,7 @@ def measure_steps(
                     if stop is not None and stop.is_set():
                         raise Cancelled("the measurement was cancelled", remedy="The model is as it was before")
                     with opt.no_sync() if k < plan.accumulation - 1 else contextlib.nullcontext():
-                        loss_of(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
+                        loss_of(model(*args, **kwargs)).backward()
                 opt.step()
                 opt.zero_grad()
                 if progress is not None:
@@ -101,6 +105,58 @@ def measure_steps(
         finally:
             opt.close()
     return trace.replace(model=profile.model)
+
+
+def measure_best(
+    result: SearchResult,
+    count: int,
+    *,
+    steps: int = 3,
+    progress: Callable[[Trial, int, int], None] | None = None,
+) -> SearchResult:
+    """Run the `count` best plans of a search on this machine, each for a few steps at a learning rate of 0.
+
+    The model is loaded from where the profile says; the micro-batches are random tokens.
+
+    Args:
+        result: of a profile that was measured here.
+        count: how many of the best plans that fit and are fast enough.
+        steps: measured steps of each, after one to warm up.
+        progress: called with (trial, steps done, steps of the trial with the warm-up).
+
+    Returns:
+        The same result with `measured`, in the order of the prediction. A plan that fails here is noted with its
+        error, and does not end the others.
+
+    Raises:
+        InputError: the model of the profile cannot be loaded, or is another one.
+    """
+    best = ranked(result.settings, result.trials)[:count]
+    if not best:
+        return result
+    config = TunedConfig.create(result.profile, best[0].plan)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, words = load(config.model, config.training.dtype, device)
+    config.check_model(fingerprint(model), config.model.source)
+    found = []
+    for trial in best:
+        plan = trial.plan
+        profile = rescale(result.profile, micro_batch=plan.micro_batch, seq_len=plan.seq_len)
+        shape = (plan.micro_batch, plan.seq_len)
+        ids = torch.randint(len(words), shape, generator=torch.Generator().manual_seed(0))
+        say = None if progress is None else functools.partial(_say, progress, trial, steps + 1)
+        noted = Measured(number=trial.number, predicted_s=trial.step_s or 0.0)
+        try:
+            trace = measure_steps(model, ids, profile, plan, steps=steps, progress=say)
+        except (SuperOffloadError, torch.OutOfMemoryError) as error:
+            found.append(noted.replace(failure=str(error)))
+            continue
+        found.append(noted.replace(measured_s=trace.step_s, tokens_per_s=trace.tokens_per_s, headline=headline(trace)))
+    return result.model_copy(update={"measured": tuple(found)})
+
+
+def _say(progress: Callable[[Trial, int, int], None], trial: Trial, steps: int, done: int) -> None:
+    progress(trial, done, steps)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,438 @@
+"""The search over plans: what the planner chooses one field after another, tried together, with the reasons kept.
+
+Each plan is checked against the memory budgets and, where it fits, simulated; nothing is measured here. A space that
+is small is tried as a whole. In any other the search descends: from the planner's own plan, then again and again from
+the best so far with some fields drawn anew, always to a neighbour that is better (docs/search.md says why this, and
+not a library).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from superoffload import graph, planner, simulator
+from superoffload.config import library_versions
+from superoffload.errors import InputError, did_you_mean
+from superoffload.memory import Ledger, Place, ledger
+from superoffload.plan import Plan
+from superoffload.planner_pace import Pace
+from superoffload.profiler import Profile, rescale
+from superoffload.search_asked import sequences_per_step, start_batch, within
+from superoffload.search_result import (
+    OBJECTIVES,
+    SAME,
+    Objective,
+    SearchResult,
+    SearchSettings,
+    Trial,
+    difference,
+    front,
+    judge,
+    order,
+    ranked,
+)
+from superoffload.search_space import AXES, Point, Space, plan_key
+from superoffload.units import TERA, format_bytes
+
+FINALISTS = 8
+"""So many of the best plans are simulated with their own buckets; as many again of those that differ in the bucket size
+alone, and of the Pareto set those nearest to the objective."""
+SETTLING = 80
+"""Trials kept back (a quarter at most) for the neighbours of the best plan, which give the reasons for its values."""
+QUICK_BUCKETS = 64
+"""Buckets of a quick simulation, at most."""
+MICRO_BATCHES = 3
+"""Micro-batches of a quick simulation: every further one adds what the third added to the second."""
+REDRAWN = (0.2, 0.35, 0.6)
+"""Chances of each field to be drawn anew where a descent has ended; one of them is taken each time."""
+STUCK = 200
+"""A search ends early when so many descents in a row have found no plan that was not tried before."""
+
+Score = tuple[float, ...]
+Cancel = threading.Event | Callable[[], bool]
+
+
+def search(
+    profile: Profile,
+    *,
+    objective: Objective = "throughput",
+    tokens: int | Literal["free"] | None = None,
+    gpu_budget_gb: float | None = None,
+    host_budget_gb: float | None = None,
+    tokens_per_s: float | None = None,
+    trials: int = 1000,
+    seed: int = 0,
+    cancel: Cancel | None = None,
+    progress: Callable[[int, int, Trial | None], None] | None = None,
+    **knobs: Any,
+) -> SearchResult:
+    """Try many plans and keep each with its verdict.
+
+    Args:
+        profile: measured or estimated.
+        objective: `throughput`: most tokens/s within the budgets. `gpu_memory`, `host_memory`: the least memory with
+            at least `tokens_per_s`.
+        tokens: per optimizer step; micro_batch · accumulation is searched with this product. Omitted: the profile's
+            micro-batch (or that given) times the accumulation given. `"free"`: any micro-batch, and steps of any size.
+        gpu_budget_gb, host_budget_gb: decimal GB; omitted, what the machine has.
+        tokens_per_s: the least throughput, for the memory objectives.
+        trials: how many plans are tried at most.
+        seed: the same seed gives the same result.
+        cancel: an Event, or a function that returns True, asked between trials: the search then returns what it has.
+        progress: called after each trial with (trials done, trials at most, the best so far or None).
+        knobs: plan fields that stay as given, as for `make_plan`.
+
+    Returns:
+        Every plan that was tried. `best` is never worse than the planner's own plan with the same knobs, which is
+        trial 0; it is None where no plan meets the budgets.
+
+    Raises:
+        InputError: an unknown objective, knob or impossible value; a budget above what the machine has; `tokens` that
+            are no whole number of sequences.
+    """
+    if objective not in OBJECTIVES:
+        raise InputError(
+            f'unknown objective "{objective}"{did_you_mean(str(objective), OBJECTIVES)}',
+            expected=f"one of {', '.join(OBJECTIVES)}",
+        )
+    if (objective == "throughput") != (tokens_per_s is None):
+        raise InputError(
+            f'objective = "{objective}" with tokens_per_s = {tokens_per_s}',
+            expected="tokens_per_s with gpu_memory and host_memory, and only there",
+        )
+    given = {name: value for name, value in knobs.items() if value is not None}
+    run = _Search(profile, objective, tokens, gpu_budget_gb, host_budget_gb, tokens_per_s, trials, seed, given)
+    return run.go(cancel, progress)
+
+
+class _Cancelled(Exception):
+    """Ends the search from within a trial."""
+
+
+class _Search:
+    def __init__(
+        self,
+        profile: Profile,
+        objective: Objective,
+        tokens: int | Literal["free"] | None,
+        gpu_budget_gb: float | None,
+        host_budget_gb: float | None,
+        tokens_per_s: float | None,
+        trials: int,
+        seed: int,
+        given: dict[str, Any],
+    ):
+        self.asked = profile
+        profile = within(profile, gpu_budget_gb, host_budget_gb)
+        profile = rescale(profile, seq_len=given.get("seq_len"))
+        sequences = sequences_per_step(profile, tokens, given)
+        start = planner.make_plan(profile, check=False, **start_batch(profile, sequences, given), **given)
+        named = {{"flow": "flow_blocks", "buckets": "bucket_mb"}.get(name, name) for name in given}
+        fixed = named | ({"micro_batch"} if sequences is not None and "accumulation" in given else set())
+        self.settings = SearchSettings.from_dict(
+            {
+                "objective": objective, "tokens": tokens, "gpu_budget_gb": gpu_budget_gb,
+                "host_budget_gb": host_budget_gb, "tokens_per_s": tokens_per_s, "trials": trials, "seed": seed,
+                "knobs": start.model_dump(mode="json", include=named),
+            },
+            where="the search",
+        )  # fmt: skip
+        self.space = Space(rescale(profile, micro_batch=start.micro_batch), start, frozenset(fixed), sequences)
+        self.start = start
+        self.rng = random.Random(seed)
+        self.trials: list[Trial] = []
+        self.scores: list[Score] = []
+        self.numbers: dict[tuple[Any, ...], int] = {}
+        """Plan -> number of its trial."""
+        self.points: dict[Point, int] = {}
+        """Point -> number of its trial; several points may be the same plan."""
+        self.seconds: dict[tuple[Any, ...], float] = {}
+        """Plan of a quick simulation -> seconds."""
+        self.best = 0
+        self.cancel: Callable[[], bool] = lambda: False
+        self.progress: Callable[[int, int, Trial | None], None] = lambda done, total, best: None
+
+    def go(self, cancel: Cancel | None, progress: Callable[[int, int, Trial | None], None] | None) -> SearchResult:
+        if cancel is not None:
+            self.cancel = cancel.is_set if isinstance(cancel, threading.Event) else cancel
+        self.progress = progress or self.progress
+        whole = self.space.size <= self.settings.trials
+        cancelled = False
+        self.points[self.space.start] = self.trial(self.start)  # also of a search that is cancelled at once
+        try:
+            if whole:
+                for point in itertools.product(*(range(len(v)) for v in self.space.values.values())):
+                    self.at(point)
+            else:
+                self._descend()
+            self._settle()
+        except _Cancelled:
+            cancelled = True
+            self._finals()
+        trials = judge(self.settings, self.trials)
+        best = next((t for t in trials if t.verdict == "best"), None)
+        if best is not None:
+            told = best.model_copy(update={"plan": best.plan.model_copy(update={"reasons": self._reasons(best)})})
+            trials = tuple(told if t.number == best.number else t for t in trials)
+        return SearchResult(
+            settings=self.settings,
+            profile=self.asked,
+            method="exhaustive" if whole else "local",
+            candidates={name: len(values) for name, values in self.space.values.items()},
+            trials=trials,
+            cancelled=cancelled,
+            versions=library_versions(),
+        )
+
+    # One trial
+
+    def at(self, point: Point) -> int:
+        """Number of the trial at `point`, which is made where there is none yet."""
+        if point not in self.points:
+            self.points[point] = self.trial(self.space.plan(point))
+        return self.points[point]
+
+    def trial(self, plan: Plan) -> int:
+        key = plan_key(plan)
+        if key in self.numbers:
+            return self.numbers[key]
+        if self.trials and self.cancel():
+            raise _Cancelled
+        number = self.numbers[key] = len(self.trials)
+        plan = plan.model_copy(update={"reasons": {}})
+        trial, over = self._try(number, plan)
+        self.trials.append(trial)
+        self.scores.append(self._score(trial, over))
+        if self.scores[number] < self.scores[self.best]:
+            self.best = number
+        best = self.trials[self.best]
+        self.progress(number + 1, self.settings.trials, best if best.ran else None)
+        return number
+
+    def _try(self, number: int, plan: Plan) -> tuple[Trial, int]:
+        """Try a plan; also return how many bytes it is over the budgets."""
+        profile = self.space.task.of(plan)
+        try:
+            account = ledger(profile, plan)
+        except InputError as e:
+            return Trial(number=number, plan=plan, verdict="impossible", reason=f"impossible: {e.what}"), 2**62
+        memory: dict[str, Any] = {f"{place}_bytes": account.total(place) for place in get_args(Place)}
+        over = account.overflow()
+        if over:
+            found = Trial.model_construct(
+                number=number, plan=plan, verdict="does not fit", reason=_lacks(account, over), **memory
+            )
+            return found, sum(over.values())
+        found = Trial.model_construct(number=number, plan=plan, verdict="dominated", reason="", **memory)
+        return self._timed(found, self._quickly(profile, plan), exact=False), 0
+
+    def _timed(self, trial: Trial, seconds: float, *, exact: bool) -> Trial:
+        profile, plan = self.space.task.of(trial.plan), trial.plan
+        flops, peak = profile.model_flops * plan.accumulation, profile.hardware.gpu.peak_bf16_tflops * TERA
+        return trial.model_copy(
+            update={
+                "step_s": seconds, "tokens_per_s": plan.tokens_per_step / seconds,
+                "mfu": flops / seconds / peak if peak else 0.0, "exact": exact,
+            }
+        )  # fmt: skip
+
+    def _score(self, trial: Trial, over: int) -> Score:
+        """Smaller is better: first those that fit and are fast enough, then the nearest to that."""
+        if not trial.ran:
+            return (2.0, float(over))
+        goal = self.settings.tokens_per_s or 0.0
+        if trial.tokens_per_s < goal:
+            return (1.0, goal - trial.tokens_per_s)
+        return (0.0, *order(self.settings.objective, trial))
+
+    def _quickly(self, profile: Profile, plan: Plan) -> float:
+        """Seconds per step with fewer buckets and micro-batches."""
+        quick = Pace(profile).coarse(plan, QUICK_BUCKETS)
+        key = plan_key(quick)
+        if key not in self.seconds:
+            more = quick.accumulation - MICRO_BATCHES
+            if more <= 1:
+                self.seconds[key] = simulator.step_seconds(profile, quick)
+            else:
+                two, three = (
+                    simulator.step_seconds(profile, quick.model_copy(update={"accumulation": n}))
+                    for n in (MICRO_BATCHES - 1, MICRO_BATCHES)
+                )
+                self.seconds[key] = three + more * (three - two)
+        return self.seconds[key]
+
+    # Which plans are tried
+
+    def _descend(self) -> None:
+        """Go to the first better neighbour, in random order, until there is none; then start anew: from the best so
+        far with another combination of the basins' fields, or with any fields drawn anew."""
+        limit = self.settings.trials - min(SETTLING, self.settings.trials // 4)
+        values = list(self.space.values.values())
+        basins = self._basins()
+        here, descents, stuck = self.space.start, 0, 0
+        while len(self.trials) < limit and stuck < STUCK:
+            before = len(self.trials)
+            self._down(here, limit)
+            stuck = 0 if len(self.trials) > before else stuck + 1
+            here, descents = self.point_of(self.best), descents + 1
+            basins = [b for b in basins if b[0] > self._least_tokens_per_s()]
+            if basins and descents % 2:
+                _, chosen = basins.pop(0)
+                here = self._down(tuple(chosen.get(i, k) for i, k in enumerate(here)), limit, frozen=tuple(chosen))
+            else:
+                chance = self.rng.choice(REDRAWN)
+                here = tuple(
+                    self.rng.randrange(len(v)) if self.rng.random() < chance else k
+                    for k, v in zip(here, values, strict=True)
+                )
+
+    def _down(self, here: Point, limit: int, frozen: tuple[int, ...] = ()) -> Point:
+        """Where a descent from `here` ends that leaves the `frozen` axes as they are."""
+        while len(self.trials) < limit:
+            score = self.scores[self.at(here)]
+            moves = [m for m in self.space.moves(here) if all(m[i] == here[i] for i in frozen)]
+            self.rng.shuffle(moves)
+            for move in moves:
+                if len(self.trials) >= limit:
+                    return here
+                if self.scores[self.at(move)] < score:
+                    here = move
+                    break
+            else:
+                return here
+        return here
+
+    def _basins(self) -> list[tuple[float, dict[int, int]]]:
+        """Combinations of the basins' fields (axis -> candidate), each with the tokens/s that the GPU would reach if it
+        never waited: the most promising first."""
+        axes = [i for i, name in enumerate(self.space.values) if AXES[name].basin]
+        sizes = [len(v) for v in self.space.values.values()]
+        found: dict[tuple[Any, ...], tuple[float, dict[int, int]]] = {}
+        for combination in itertools.product(*(range(sizes[i]) for i in axes)):
+            chosen = dict(zip(axes, combination, strict=True))
+            plan = self.space.plan(tuple(chosen.get(i, k) for i, k in enumerate(self.space.start)))
+            plan = plan.model_copy(update={"flow_blocks": (), "retained_buckets": 0})
+            if (key := plan_key(plan)) in found:
+                continue
+            profile = self.space.task.of(plan)
+            one, two = (
+                graph.build(
+                    profile, Pace(profile).coarse(plan.model_copy(update={"accumulation": n}), QUICK_BUCKETS)
+                ).load("gpu")
+                for n in (1, 2)
+            )
+            found[key] = plan.tokens_per_step / (one + (plan.accumulation - 1) * (two - one)), chosen
+        return sorted(found.values(), key=lambda b: -b[0])
+
+    def _least_tokens_per_s(self) -> float:
+        """What a plan has to reach to be of use."""
+        if self.settings.objective != "throughput":
+            return self.settings.tokens_per_s or 0.0
+        return self.trials[self.best].tokens_per_s
+
+    def point_of(self, number: int) -> Point:
+        return next(p for p, n in self.points.items() if n == number)
+
+    def _settle(self) -> None:
+        """Find the best plan for good, and try its neighbours for the reasons; one of them may be better still."""
+        asked = set()
+        while (best := self._finals()) is not None and best not in asked:
+            asked.add(best)
+            for move in self.space.moves(self.point_of(best)):
+                if len(self.trials) < self.settings.trials:
+                    self.at(move)
+
+    def _finals(self) -> int | None:
+        """Simulate the best plans, the planner's, and some of the Pareto set with their own buckets and micro-batches;
+        return the number of the best one. Quick simulations hardly tell bucket sizes apart, so plans that differ from
+        the best only there come too."""
+        objective = self.settings.objective
+        enough = ranked(self.settings, self.trials)
+        chosen = {t.number: None for t in [*self.trials[:1], *enough[:FINALISTS]] if t.ran}
+        if enough and "bucket_mb" in self.space.values:
+            best = _but_for_buckets(enough[0].plan)
+            alike = [t.number for t in enough if _but_for_buckets(t.plan) == best]
+            chosen |= dict.fromkeys(alike[:FINALISTS])
+        nearest = sorted(front(enough), key=lambda t: order(objective, t))
+        chosen |= {t.number: None for t in nearest[:FINALISTS]}
+        for number in chosen:
+            self._exactly(number)
+        while (enough := ranked(self.settings, self.trials)) and not enough[0].exact:
+            self._exactly(enough[0].number)  # a quick simulation that was too good: the first must be an exact one
+        return enough[0].number if enough else None
+
+    def _exactly(self, number: int) -> None:
+        trial = self.trials[number]
+        if not trial.exact:
+            seconds = simulator.step_seconds(self.space.task.of(trial.plan), trial.plan)
+            self.trials[number] = self._timed(trial, seconds, exact=True)
+
+    # Why
+
+    def _reasons(self, best: Trial) -> dict[str, str]:
+        """One sentence for each field that was not given: what its other values would have cost."""
+        plan, fixed = best.plan, self.space.task.fixed
+        reasons = {k: v for k, v in self.start.reasons.items() if k not in self.space.values}
+        if best.number == 0:
+            reasons = dict(self.start.reasons)
+        if "accumulation" not in self.settings.knobs:
+            reasons["accumulation"] = (
+                f"{plan.accumulation}: {plan.tokens_per_step:,} tokens per step in micro-batches of "
+                f"{plan.micro_batch} x {plan.seq_len:,}"
+            )
+        point = next((p for p, n in self.points.items() if n == best.number), None)
+        for i, (name, values) in enumerate(self.space.values.items()):
+            if point is None or name in fixed:
+                continue
+            others = [
+                (k, self.points.get((*point[:i], k, *point[i + 1 :]))) for k in range(len(values)) if k != point[i]
+            ]
+            tried = [(k, n) for k, n in others if n is not None and n != best.number]
+            if AXES[name].ordered:  # the nearest on either side
+                below, above = [x for x in tried if x[0] < point[i]], [x for x in tried if x[0] > point[i]]
+                tried = [*below[-1:], *above[:1]]
+            value = _short(getattr(plan, name))
+            told = [f"{_short(getattr(self.trials[n].plan, name))} is {self._against(n, best)}" for _, n in tried]
+            if AXES[name].only(plan) is not None:
+                told = ["the only one that makes sense beside the other fields"]
+            reasons[name] = f"{value}: " + ("; ".join(told) or "no other value was tried beside the other fields")
+        return reasons
+
+    def _against(self, number: int, best: Trial) -> str:
+        """What is worse about another trial. Both from quick simulations, so that they compare."""
+        other = self.trials[number]
+        if not other.ran:
+            return other.reason.replace("does not fit: ", "too much, ")
+        pair = [self._timed(t, self._quickly(self.space.task.of(t.plan), t.plan), exact=False) for t in (other, best)]
+        told = difference(*pair)
+        return "no different" if told == SAME else told
+
+
+def _but_for_buckets(plan: Plan) -> tuple[Any, ...]:
+    return plan_key(plan.model_copy(update={"bucket_mb": 1.0, "retained_buckets": 0}))
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"{len(value)} blocks" if value else "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _lacks(account: Ledger, over: dict[str, int]) -> str:
+    """One sentence: which memory lacks how much, and what takes most of it."""
+    parts = []
+    for place, name, capacity in (
+        ("gpu", "GPU", account.gpu_capacity_bytes),
+        ("host", "host", account.host_capacity_bytes),
+    ):
+        if place in over:
+            largest = account.largest("gpu" if place == "gpu" else "host")
+            what = f", of which {largest.name} takes {format_bytes(largest.bytes)}" if largest else ""
+            parts.append(
+                f"the {name} lacks {format_bytes(over[place])} of {format_bytes(capacity + over[place])}{what}"
+            )
+    return "does not fit: " + " and ".join(parts)

@@ -1,0 +1,107 @@
+"""``superoffload search`` without a GPU and without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from superoffload import cli
+from superoffload.config import TunedConfig
+from superoffload.search_result import SearchResult
+
+SMALL = [
+    "search",
+    "--model",
+    "smollm2-135m",
+    "--hardware",
+    "gh200",
+    "--seq-len",
+    "512",
+    "--tokens",
+    "4096",
+    "--trials",
+    "40",
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = cli.main(list(arguments))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_result_is_written_and_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(
+        *SMALL, "--gpu-gb", "4", "--set", "speculate=off", "--out", "found.json", "--config", "tuned.json", "--json",
+        capsys=capsys,
+    )  # fmt: skip
+    assert code == 0, err
+    body: dict[str, Any] = json.loads(out)
+    found, config = SearchResult.load("found.json"), TunedConfig.load("tuned.json")
+    assert found.best is not None
+    assert body["best"]["number"] == found.best.number
+    assert body["trials"] == len(found.trials) <= 40
+    assert body["counts"] == found.counts
+    assert body["pareto"][0]["tokens_per_s"] == found.pareto[0].tokens_per_s
+    assert body["source"] == "modelled" and body["measured"] == []
+    assert found.settings.knobs == {"speculate": "off"}
+    assert {t.plan.speculate for t in found.trials} == {"off"}
+    assert all(t.gpu_bytes <= 4e9 for t in found.pareto)
+    assert config.plan == found.best.plan
+    assert config.hardware.fingerprint["gpu_memory_gb"] == "96", "a budget is no other machine"
+    assert config.prediction is not None
+    assert config.prediction["step_s"] == found.best.step_s
+
+
+def test_people_get_a_table_and_the_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(*SMALL, capsys=capsys)
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("smollm2-135m on gh200 (modelled): ")
+    assert "1 best" in lines[0]
+    starred = [line for line in lines if line.startswith("* #")]
+    assert len(starred) == 1
+    number = starred[0].split()[1]
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"{number}, the best: "))
+    assert lines[at + 1].startswith("bucket_mb")
+    assert any(line.startswith("rejected, for example #") for line in lines)
+
+
+def test_given_batches_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(*SMALL, "--micro-batch", "2", "--json", capsys=capsys)
+    assert code == 0
+    best = json.loads(out)["best"]["plan"]
+    assert (best["micro_batch"], best["accumulation"]) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--objective", "speed"], 'unknown --objective "speed"'),
+        (["--tokens", "lots"], "neither a whole number"),
+        (["--tokens", "100"], "a multiple of seq_len = 512"),
+        (["--gpu-gb", "200"], "at most 96"),
+        (["--objective", "gpu_memory"], "tokens_per_s with gpu_memory"),
+        (["--set", "flw=2"], 'unknown plan field "flw"'),
+    ],
+)
+def test_bad_input_is_refused(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(*SMALL, *more, capsys=capsys)
+    assert code == 2
+    assert message in err
+
+
+def test_where_nothing_fits_the_file_is_written_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(*SMALL, "--gpu-gb", "1.01", "--out", "found.json", "--json", capsys=capsys)
+    assert code == 2
+    assert "meets the budgets; the nearest, #" in err
+    assert "lacks" in json.loads(out)["error"]["what"]
+    assert SearchResult.load("found.json").best is None
