@@ -8,7 +8,6 @@ from __future__ import annotations
 
 H200_MACHINE = "one NVIDIA H200 on PCIe 5, 16 Xeon cores, torch 2.11, CUDA 13, 2026-11-30"
 """Where and when `H200_*` was measured."""
-EPYC_MACHINE = "two cores of an AMD EPYC, torch 2.13, 2026-11-30"
 
 H200_STEP_S: dict[str, float] = {
     "forward and backward alone": 0.4552,
@@ -33,10 +32,11 @@ H200_CAST_NS: dict[str, dict[str, float]] = {
 """Nanoseconds per parameter of one bucket alone, from end to end, by who casts (probe_casts_nvidia-h200)."""
 
 ADAM_GB_PER_S: dict[str, dict[str, float]] = {
-    H200_MACHINE: {"PyTorch, fused": 114.3, "DeepSpeed CPU-Adam": 118.2, "SuperOffload": 136.8},
-    EPYC_MACHINE: {"PyTorch, fused": 55.0, "DeepSpeed CPU-Adam": 55.9, "SuperOffload": 55.6},
+    "16 Xeon cores": {"PyTorch, fused": 114.3, "DeepSpeed CPU-Adam": 118.2, "SuperOffload": 136.8},
+    "2 EPYC cores": {"PyTorch, fused": 55.0, "DeepSpeed CPU-Adam": 55.9, "SuperOffload": 55.6},
 }
-"""fp32 AdamW at 28 bytes per parameter on all cores (adam_h200, adam_epyc-2core)."""
+"""fp32 AdamW at 28 bytes per parameter on all cores: of the H200 machine with AVX-512 (adam_h200), and of a small AMD
+EPYC machine, torch 2.13 (adam_epyc-2core), both 2026-11-30."""
 
 PAPER_ADAM_S: dict[str, dict[float, float]] = {
     "PyTorch": {1e9: 0.289, 2e9: 0.531, 4e9: 0.958, 8e9: 1.834},

@@ -1,5 +1,5 @@
-"""What the workshop's notebooks show: a guess before the number, the link that can be dragged, a storm to switch on, and
-the self-check. The numbers come from `superoffload.workshop`."""
+"""What the workshop's notebooks show: a guess before the number, the link that can be dragged, a storm to switch on,
+and the self-check. The numbers come from `superoffload.workshop`."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ class Lesson:
         return name
 
     def this_machine(self) -> Hardware | None:
-        """The machine that the notebook runs on, measured (about 30 s the first time), where it has a GPU; else None, and
-        a line that says so: a CPU alone has no link to measure."""
+        """The machine that the notebook runs on, measured (about 30 s the first time), where it has a GPU; else None,
+        and a line that says so: a CPU alone has no link to measure."""
         if self.device() != "cuda":
             print("without a GPU there is nothing to measure here; the presets stand in")
             return None

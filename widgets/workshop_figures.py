@@ -138,6 +138,7 @@ def _lying_bars(values: Mapping[str, float], title: str, unit: str, theme: Theme
         yaxis=_axis(theme, "", showgrid=False, autorange="reversed", ticksuffix=" "),
     )  # fmt: skip
     layout |= {"showlegend": False, "margin": {"l": 225, "r": 40, "t": 34, "b": 42}}
+    layout["title"] |= {"x": 0.01, "xref": "container"}
     return go.Figure(data=[bar], layout=layout)
 
 
@@ -188,8 +189,8 @@ def link_spec(points: Sequence[LinkPoint], at: int, *, theme: Theme = PAPER, hei
             line={"color": COLOURS[i], "width": 2.2, "dash": DASHES[i]},
             marker={"symbol": SYMBOLS[i], "opacity": 1, "size": [14 if k == at else 7 for k in range(len(points))]},
             customdata=[t.gpu_busy * 100 for t in traces],
-            hovertemplate=f"<b>{name}</b><br>%{{x:g}} GB/s each way: %{{y:.3f}} s, the GPU computes %{{customdata:.0f}} %"
-            "<extra></extra>",
+            hovertemplate=f"<b>{name}</b><br>%{{x:g}} GB/s each way: %{{y:.3f}} s, "
+            "the GPU computes %{customdata:.0f} %<extra></extra>",
         )
         for i, (name, traces) in enumerate(series.items())
     ]  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import superoffload
 from superoffload.plan import Speculate
-
 
 CLIP = 0.12
 """Gradients of the small network have a norm of 0.06 to 0.07."""
@@ -37,8 +37,8 @@ def train_through_storm(
 ) -> StormRun:
     """Train a small network with the real engine; in the storm the loss is doubled, which clips every step.
 
-    The limit lies just below the norm of a doubled gradient: only the last buckets tell that a step will be clipped, and
-    by then the others have been updated. (A much larger gradient is told by its first bucket, and nothing is undone.)
+    The limit lies just below the norm of a doubled gradient: only the last buckets tell that a step will be clipped,
+    and by then the others have been updated. A much larger gradient is told by its first bucket, and nothing is undone.
 
     Args:
         speculate: as in Plan.
@@ -49,8 +49,7 @@ def train_through_storm(
     Raises:
         MissingDependency: torch is not installed.
     """
-    from superoffload import OffloadAdamW  # raises with the remedy where torch is missing
-
+    optimizer_class = superoffload.OffloadAdamW  # raises with the remedy where torch is missing
     import torch
     from torch import nn
 
@@ -60,7 +59,7 @@ def train_through_storm(
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(6))).to(device)
     losses = []
-    with OffloadAdamW(model, lr=1e-3, max_grad_norm=CLIP, bucket_mb=0.05, speculate=speculate) as optimizer:
+    with optimizer_class(model, lr=1e-3, max_grad_norm=CLIP, bucket_mb=0.05, speculate=speculate) as optimizer:
         for step in range(steps):
             x = torch.randn(32, 128, generator=generator).to(device)
             loss = (model(x) - x.roll(1, 1)).square().mean()

@@ -101,8 +101,8 @@ def cast_steps(profile: Profile, **knobs: Any) -> dict[tuple[str, str], float]:
 def flow_cost(hardware: str | Hardware, tokens: int, model: str = "llama-7b") -> float:
     """How much longer a step takes when all layers flow, 0.1 being ten percent; modelled.
 
-    The step has 16 micro-batches, so that the optimizer's part, which nothing of this changes, weighs little. States stay
-    on the CPU, layers are recomputed, casts are fused, Adam speculates. Memory is not checked.
+    The step has 16 micro-batches, so that the optimizer's part, which nothing of this changes, weighs little. States
+    stay on the CPU, layers are recomputed, casts are fused, Adam speculates. Memory is not checked.
 
     Args:
         tokens: per micro-batch; a sequence is at most 2,048 of them.
@@ -123,8 +123,8 @@ def flow_cost(hardware: str | Hardware, tokens: int, model: str = "llama-7b") ->
 
 
 def retained_steps(profile: Profile, shares: Sequence[float], **knobs: Any) -> dict[float, float]:
-    """Seconds per step by the share of buckets, 0 to 1, whose states stay on the GPU; modelled. Nothing flows, layers are
-    recomputed, casts are fused, Adam speculates, and memory is not checked."""
+    """Seconds per step by the share of buckets, 0 to 1, whose states stay on the GPU; modelled. Nothing flows, layers
+    are recomputed, casts are fused, Adam speculates, and memory is not checked."""
     era = {"cast_down": "fused", "cast_up": "fused", "speculate": "on", **knobs}
     total = len(buckets_of(profile, pcie_era_plan(profile, **era).bucket_mb))
     return {
