@@ -50,6 +50,7 @@ class Prediction(W.VBox):  # type: ignore[misc]
         row = W.HBox([self.box, W.Label(unit)])
         super().__init__([style_sheet(), W.HTML(f"<b>{escape(question)}</b>"), row], layout=W.Layout(width="100%"))
         self.add_class("so-panel")
+        self.add_class("so-guess")
 
     @property
     def value(self) -> float:
@@ -190,6 +191,7 @@ class LinkKnob(W.VBox):  # type: ignore[misc]
             [style_sheet(), self._bridge, self.slider, self.figure, self.text], layout=W.Layout(width="100%")
         )
         self.add_class("so-panel")
+        self.add_class("so-link")
         self._draw()
 
     def _theme(self) -> themes.Theme:
@@ -255,6 +257,7 @@ class StormSwitch(W.VBox):  # type: ignore[misc]
             layout=W.Layout(width="100%"),
         )
         self.add_class("so-panel")
+        self.add_class("so-storm")
         self._draw()
 
     def verdicts(self) -> tuple[str, ...]:
