@@ -1,4 +1,4 @@
-"""The workshop's widgets in a real JupyterLab: a guess is typed, the link dragged by keyboard, the storm switched on."""
+"""The workshop's widgets in a real JupyterLab: a guess is typed, the link dragged by keyboard, a storm switched on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ knob""",
 storm""",
 ]
 HANDLE = ".so-link .noUi-handle[aria-label='Link each way']"
-BACKGROUND = "getComputedStyle(document.querySelector('.so-link .main-svg')).backgroundColor"
 
 
 @pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
