@@ -1,6 +1,6 @@
 """The capstone: plans scored against the planner's own, and codes that carry a plan to a leaderboard.
 
-A code holds the knobs that were set by hand, not the score: whoever reads it computes the score again, so a code can
+A code holds the knobs that were set, not the score: whoever reads it computes the score again, so a code can
 neither be wrong nor be made up.
 """
 
@@ -18,7 +18,7 @@ from superoffload.fitting import spread_layers
 from superoffload.plan import ACTIVATIONS, CASTS, Plan
 from superoffload.planner import make_plan
 from superoffload.profiler import Profile, estimate, rescale
-from superoffload.simulator import simulate
+from superoffload.simulator import resolve_speculation, simulate
 from superoffload.tracing import Trace
 
 ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
@@ -33,7 +33,7 @@ class Score:
 
     name: str
     knobs: dict[str, Any]
-    """Fields of Plan that were set by hand; the planner chose the others."""
+    """Fields of Plan that were set; the planner chose the others."""
     trace: Trace
     autotuner: Trace
     code: str
@@ -74,15 +74,15 @@ class Challenge:
     @cached_property
     def autotuner(self) -> Trace:
         """What `make_plan` finds when nothing is set by hand, modelled."""
-        return simulate(self.profile, make_plan(self.profile))
+        return simulate(self.profile, self._own)
 
     def score(self, plan: Plan | None = None, *, name: str = "ANON", **knobs: Any) -> Score:
         """Score a plan.
 
         Args:
-            plan: what was set by hand in it counts (the fields without a reason), as in `Tuner.plan`.
+            plan: scored as it is, with all its fields; `Tuner.plan` is one.
             name: up to 8 letters and digits, for the leaderboard.
-            knobs: or the fields by name, as for `make_plan`.
+            knobs: or fields by name, as for `make_plan`, which chooses the others.
 
         Raises:
             InputError: a field that is not scored, a value that a code cannot hold, another number of tokens.
@@ -91,11 +91,18 @@ class Challenge:
         name = name.upper()
         if not NAME.fullmatch(name):
             raise InputError(f'name "{name}"', expected="1 to 8 letters and digits")
-        if plan is not None:
-            by_hand = {k: getattr(plan, k) for k in Plan.knobs() if k not in plan.reasons}
-            knobs = {**{k: v for k, v in by_hand.items() if k not in ("micro_batch", "seq_len", "accumulation")
-                        or v != getattr(self._unset, k)}, **knobs}  # fmt: skip
-        return self._scored(name, self._digits(knobs))
+        if plan is None:
+            return self._scored(name, self._digits(knobs))
+        if knobs:
+            raise InputError(f"a plan, and {', '.join(knobs)} beside it", remedy="Give one of them")
+        fields = (*self._options, "flow_blocks", "accumulation", "seq_len")
+        if _values(plan) == _values(self._own):
+            fields = ()
+        score = self._scored(name, self._digits({k: getattr(plan, k) for k in fields}))
+        for name, value in _values(score.trace.plan).items():
+            if value != _values(plan)[name]:  # a field that no code holds
+                raise InputError(f'{name} = {getattr(plan, name)!r}, and "{name}" is not scored', expected=f"{value!r}")
+        return score
 
     def read(self, code: str) -> Score:
         """Score the plan that a code holds.
@@ -123,14 +130,14 @@ class Challenge:
         return self._scored(name, digits)
 
     @cached_property
-    def _unset(self) -> Plan:
-        return Plan(micro_batch=self.micro_batch, seq_len=self.seq_len)
+    def _own(self) -> Plan:
+        return make_plan(self.profile)
 
     @cached_property
     def _options(self) -> dict[str, tuple[Any, ...]]:
         """Values of each scored field except `flow_blocks`; the order is that of a code's digits and must stay."""
         return {
-            "bucket_mb": (4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0),
+            "bucket_mb": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0),
             "retained_buckets": tuple(range(2048)),
             "cast_down": CASTS,
             "cast_up": CASTS,
@@ -139,6 +146,7 @@ class Challenge:
             "master": ("plain", "split"),
             "speculate": ("auto", "on", "off"),
             "undo": ("record", "snapshot"),
+            "accumulate_on": ("gpu", "cpu"),
             "adam_threads": tuple(range(1, self.profile.hardware.cpu.cores + 1)),
             "micro_batch": tuple(n for n in range(1, self.micro_batch + 1) if self.micro_batch % n == 0),
         }
@@ -207,6 +215,11 @@ class Challenge:
             letters = ALPHABET[digit] + letters
         letters = letters.rjust(5, "0")
         return "-".join(letters[max(0, i - 5) : i] for i in range(len(letters), 0, -5)[::-1])
+
+
+def _values(plan: Plan) -> dict[str, Any]:
+    """Fields of a plan as they are compared: `auto` is simulated as `on`."""
+    return {k: getattr(plan, k) for k in Plan.knobs()} | {"speculate": resolve_speculation(plan).speculate}
 
 
 def leaderboard(codes: Iterable[str], challenge: Challenge | None = None) -> list[Score]:

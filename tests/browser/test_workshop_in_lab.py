@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 CELLS = [
     """import superoffload as so
 from superoffload.widgets.workshop import Lesson, LinkKnob, StormSwitch
@@ -23,12 +21,12 @@ storm""",
 HANDLE = ".so-link .noUi-handle[aria-label='Link each way']"
 
 
-@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
-def test_guess_link_and_storm(new_page: Callable[..., Any], lab: Any, theme: str) -> None:
-    lab.theme(theme)
+def test_guess_link_and_storm_in_the_dark(new_page: Callable[..., Any], lab: Any) -> None:
+    """In the dark theme: a figure that stayed light could not be read there."""
+    lab.theme("JupyterLab Dark")
     page = new_page(height=1700)
     try:
-        page.run(f"workshop_{theme.split()[1]}.ipynb", CELLS)
+        page.run("workshop.ipynb", CELLS)
         p = page.page
         p.wait_for_selector(".so-storm .js-plotly-plot .scatterlayer", timeout=60_000, state="attached")
         p.wait_for_selector(HANDLE, timeout=30_000)
@@ -48,10 +46,9 @@ def test_guess_link_and_storm(new_page: Callable[..., Any], lab: Any, theme: str
             "old => document.querySelector('.so-storm').textContent !== old", arg=before, timeout=20_000
         )
         p.wait_for_timeout(400)
-        page.shot(f"workshop_{theme.split()[1].lower()}")
+        page.shot("workshop_dark")
         ink = p.evaluate("getComputedStyle(document.querySelector('.so-link .gtitle')).fill")
-        dark = theme.endswith("Dark")
-        assert (sum(map(int, ink[4:-1].split(","))) > 380) == dark, f"titles are drawn in {ink}"
+        assert sum(map(int, ink[4:-1].split(","))) > 380, f"titles are drawn in {ink}"
         widths = p.evaluate("(e => [e.offsetWidth, e.scrollWidth])(document.querySelector('.so-link'))")
         assert widths[1] <= widths[0] + 1, "something sticks out sideways"
         page.check_clean()

@@ -305,13 +305,25 @@ def test_what_cannot_be_scored_is_named(challenge: Challenge) -> None:
         Challenge(model="paper-25b").score(activations="none", retained_buckets=1000)
 
 
-def test_a_plan_is_scored_by_what_was_set_by_hand(challenge: Challenge) -> None:
-    plan = make_plan(challenge.profile, retained_buckets=40, activations="full")
-    assert challenge.score(plan).knobs == {"retained_buckets": 40, "activations": "full"}
-    assert challenge.score(plan).trace.step_s == pytest.approx(simulate(challenge.profile, plan).step_s)
-    halves = make_plan(challenge.profile, micro_batch=2, accumulation=2)
-    assert challenge.score(halves).knobs == {"micro_batch": 2}
+def test_a_plan_is_scored_as_it_is(challenge: Challenge) -> None:
+    """As the Tuner has them: one knob is turned, the others stay where they were chosen for another value of it."""
+    own = make_plan(challenge.profile)
+    assert challenge.score(own).knobs == {} and challenge.score(own).percent == 0
+    turned = own.replace(activations="full", bucket_mb=2.0, retained_buckets=own.retained_buckets + 7)
+    score = challenge.score(turned)
+    assert score.trace.step_s == simulate(challenge.profile, turned).step_s
+    assert score.trace != challenge.score(activations="full", bucket_mb=2.0).trace, "others would be chosen anew"
+    assert challenge.read(score.code).trace == score.trace
+    halves = own.replace(micro_batch=2, accumulation=2, accumulate_on="cpu", activations="full")
+    assert challenge.score(halves).trace.plan.accumulate_on == "cpu"
     assert set(challenge._options) <= set(Plan.knobs())
+    by_block = own.replace(activations_by_block={1: "full", 2: "none"})
+    with pytest.raises(InputError, match='"activations_by_block" is not scored'):
+        challenge.score(by_block)
+    with pytest.raises(InputError, match="tokens per step"):
+        challenge.score(own.replace(accumulation=2))
+    with pytest.raises(InputError, match="beside it"):
+        challenge.score(own, activations="full")
 
 
 def test_the_leaderboard_computes_every_score_and_keeps_the_best(challenge: Challenge) -> None:
