@@ -80,11 +80,11 @@ lint: $(STAMP) ## ruff, mypy, codespell, nbstripout, clang-format: report only
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m codespell_lib superoffload widgets tests docs csrc notebooks README.md CONTRIBUTING.md CHANGELOG.md
-	$(PY) -m nbstripout --keep-id --verify notebooks/*.ipynb
+	$(PY) -m nbstripout --keep-id --verify notebooks/*.ipynb notebooks/instructor/*.ipynb
 	$$(dirname $$($(PY) -c 'import sys; print(sys.executable)'))/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h
 
 format: $(STAMP) ## rewrite the sources as lint wants them
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(PY) -m nbstripout --keep-id notebooks/*.ipynb
+	$(PY) -m nbstripout --keep-id notebooks/*.ipynb notebooks/instructor/*.ipynb
 	$$(dirname $$($(PY) -c 'import sys; print(sys.executable)'))/clang-format -i csrc/*.cpp csrc/*.h

@@ -164,6 +164,11 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--port", type=_positive_int, help="port of the server")
     sub.add_argument("--dry-run", action="store_true", help="copy the notebooks, say what would be started, and stop")
 
+    text = "test a laptop the evening before: packages, notebooks, JupyterLab"
+    sub = command("workshop-check", running.workshop_check, text)
+    sub.add_argument("--folder", default=".", metavar="FOLDER", help="where the notebooks are, or are copied to")
+    sub.add_argument("--wheels", metavar="FOLDER", help="also whether this folder of wheels installs without internet")
+
     sub = command("demo", running.demo, "the main job without a browser: profile, plan, export, train")
     sub.add_argument("--out", default="demo-out", metavar="FOLDER", help="where the results go (default: demo-out)")
     sub.add_argument("--steps", type=_positive_int, help="training steps")

@@ -29,6 +29,18 @@ def doctor(args: argparse.Namespace) -> dict[str, Any]:
     return {**body, "exit_code": 0 if body["ok"] else 1}
 
 
+def workshop_check(args: argparse.Namespace) -> dict[str, Any]:
+    """``superoffload workshop-check``: exit code 1 where a laptop could not take part."""
+    from superoffload import doctor as doc
+    from superoffload.workshop import readiness
+
+    checks = readiness.report(Path(args.folder), Path(args.wheels) if args.wheels else None)
+    print(doc.as_text(checks))
+    body = doc.as_json(checks)
+    print("ready for the workshop" if body["ok"] else "not ready: see what is marked BAD")
+    return {**body, "exit_code": 0 if body["ok"] else 1}
+
+
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """``superoffload train``: the full run under a tuned config. Exit code 1 where Ctrl-C ended it early."""
     config = TunedConfig.load(args.config)
@@ -89,21 +101,7 @@ def lab(args: argparse.Namespace) -> dict[str, Any]:
             remedy="pip install 'superoffload[train,lab]'",
         )
     notebooks, copied = prepare_notebooks(Path(args.folder))
-    start = notebooks / FIRST_NOTEBOOK
-    command = [
-        sys.executable,
-        "-m",
-        "jupyterlab",
-        str(start),
-        f"--ServerApp.root_dir={notebooks}",
-        f"--LabApp.default_url=/lab/tree/{FIRST_NOTEBOOK}",
-    ]  # the printed address leads to the notebook too
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
-        command.append("--allow-root")  # containers run as root, and Jupyter refuses that without the flag
-    if args.no_browser:
-        command.append("--no-browser")
-    if args.port:
-        command += [f"--port={args.port}", "--ServerApp.port_retries=0"]
+    command = lab_command(notebooks, browser=not args.no_browser, port=args.port)
     print(f"notebooks: {notebooks}" + (f" ({len(copied)} copied there)" if copied else ""), flush=True)
     body = {"notebooks": str(notebooks), "copied": copied, "command": command}
     if args.dry_run:
@@ -113,6 +111,25 @@ def lab(args: argparse.Namespace) -> dict[str, Any]:
     if code not in (0, -signal.SIGINT, -signal.SIGTERM):
         raise SuperOffloadError(f"JupyterLab ended with exit code {code}", remedy="Its own message is above")
     return body
+
+
+def lab_command(notebooks: Path, *, browser: bool, port: int | None = None) -> list[str]:
+    """The command that serves `notebooks` in JupyterLab."""
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        str(notebooks / FIRST_NOTEBOOK),
+        f"--ServerApp.root_dir={notebooks}",
+        f"--LabApp.default_url=/lab/tree/{FIRST_NOTEBOOK}",
+    ]  # the printed address leads to the notebook too
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--allow-root")  # containers run as root, and Jupyter refuses that without the flag
+    if not browser:
+        command.append("--no-browser")
+    if port:
+        command += [f"--port={port}", "--ServerApp.port_retries=0"]
+    return command
 
 
 def _serve(command: list[str]) -> int:

@@ -37,12 +37,13 @@ from superoffload.engine.hooks import BackwardHook, BlockHook, LeaveHook, SyncHo
 from superoffload.engine.interrupts import uninterrupted
 from superoffload.engine.recorder import Recorder, profiled
 from superoffload.engine.retained import RetainedUpdate
-from superoffload.engine.speculation import Gate, Speculation
+from superoffload.engine.speculation import Speculation
 from superoffload.engine.start import Start
 from superoffload.engine.stats import StepLog
 from superoffload.engine.weights import Weights, who_reads_what
 from superoffload.engine.worker import Lifeline, WorkerFace
 from superoffload.errors import EngineError, InputError, NotSupported
+from superoffload.gate import Gate
 from superoffload.kernels import native
 from superoffload.layout import Bucket
 from superoffload.plan import Plan

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import superoffload
 from superoffload.engine import OffloadAdamW
-from superoffload.engine.speculation import Gate
 from superoffload.engine.stats import StepRecord
+from superoffload.gate import Gate
 from tests.engine.common import batches, digest, llama, train
 
 DATA = batches(8)

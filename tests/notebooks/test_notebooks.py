@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,26 @@ for needed in ("torch", "transformers", "ipywidgets", "plotly", "anywidget", "ip
 from superoffload.config import TunedConfig  # noqa: E402
 from superoffload.model_source import has_pretrained_small  # noqa: E402
 from superoffload.tracing import Trace  # noqa: E402
+from superoffload.workshop import Challenge  # noqa: E402
+from superoffload.workshop.checks import CHECKS  # noqa: E402
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 BUDGET_S = 180
 """Promised for two cores that do nothing else."""
 SLOW_MACHINE = 3
 """A shared or older machine may take this many times as long before it counts as stuck."""
+EVERY = sorted(NOTEBOOKS.glob("*.ipynb"))
+LESSONS = [p for p in EVERY if p.name[:2] != "01"]
+SOLUTIONS = sorted((NOTEBOOKS / "instructor").glob("*.ipynb"))
+NO_TORCH = """
+import sys
+for name in ("torch", "transformers"):
+    sys.modules[name] = None  # as if they were not installed: import raises, find_spec finds nothing
+"""
 
 
-def run(name: str, folder: Path) -> Any:
-    """Execute the notebook in `folder` with the Python of this test."""
+def run(name: str, folder: Path, *, torch: bool = True) -> Any:
+    """Execute the notebook in `folder` with the Python of this test, without torch as if it were not installed."""
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     client = nbclient.NotebookClient(
         notebook,
@@ -40,7 +52,12 @@ def run(name: str, folder: Path) -> Any:
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = str(Path(sys.executable).parent) + os.pathsep + before
     try:
-        return client.execute(env={**os.environ, "IPYTHONDIR": str(folder / ".ipython")})
+        env = {**os.environ, "IPYTHONDIR": str(folder / ".ipython")}
+        if not torch:
+            (folder / "site").mkdir()
+            (folder / "site" / "sitecustomize.py").write_text(NO_TORCH)
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder / "site"), env.get("PYTHONPATH"))))
+        return client.execute(env=env)
     finally:
         os.environ["PATH"] = before
 
@@ -51,7 +68,16 @@ def text_of(notebook: Any) -> str:
     )
 
 
-@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda p: p.name)
+def tagged(notebook: Any, tag: str) -> list[Any]:
+    return [c for c in notebook.cells if tag in c.metadata.get("tags", ())]
+
+
+def shown(cell: Any) -> str:
+    """The last thing that a cell displays, as text."""
+    return str(cell.outputs[-1].get("data", {}).get("text/plain", "")) if cell.outputs else ""
+
+
+@pytest.mark.parametrize("path", [*EVERY, *SOLUTIONS], ids=lambda p: p.name)
 def test_notebooks_are_stripped_and_thin(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -60,6 +86,108 @@ def test_notebooks_are_stripped_and_thin(path: Path) -> None:
     assert "widgets" not in notebook.metadata
     assert not [c.source.splitlines()[0] for c in code if len(c.source.splitlines()) > 20], "logic belongs in a module"
     assert path.stat().st_size < 40_000
+
+
+def test_all_notebooks_together_are_small_and_numbered() -> None:
+    assert sum(p.stat().st_size for p in (*EVERY, *SOLUTIONS)) < 300_000
+    numbers = [int(p.name[:2]) for p in EVERY]
+    assert numbers[0] == 1 and all(a < b for a, b in pairwise(numbers))
+    assert [p.name[:2] for p in LESSONS] == sorted(CHECKS), "each has exercises that are checked"
+    assert [p.name for p in SOLUTIONS] == [f"{p.name[:2]}_solutions.ipynb" for p in LESSONS]
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.name)
+def test_lessons_have_a_reset_a_prediction_exercises_and_a_self_check(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    order = [tag for c in notebook.cells for tag in c.metadata.get("tags", ())]
+    assert order == ["reset", "prediction", "reveal", "exercise", "exercise", "self-check"]
+    assert notebook.cells[0].cell_type == "markdown" and notebook.cells[0].source.startswith(f"# {path.name[:2]} · ")
+    assert "About" in notebook.cells[0].source and "minutes" in notebook.cells[0].source
+    reset = tagged(notebook, "reset")[0].source
+    assert reset.startswith("# Reset: run this cell to start over") and f'Lesson("{path.name[:2]}")' in reset
+    assert all(f"answer_{n} = None" in tagged(notebook, "exercise")[1].source for n in (1, 2, 3)), "nothing given away"
+    text = "".join(c.source for c in notebook.cells if c.cell_type == "markdown").lower()
+    assert "modelled" in text or "measured" in text
+
+
+class Executed:
+    """Each lesson is executed once, without torch, and looked at by several tests."""
+
+    def __init__(self, factory: pytest.TempPathFactory):
+        self._factory, self._known = factory, {}
+
+    def __call__(self, name: str) -> tuple[Any, Path, float]:
+        """The notebook with its outputs, the folder it ran in, and the seconds that took."""
+        if name not in self._known:
+            folder, begun = self._factory.mktemp(name[:2]), time.perf_counter()
+            self._known[name] = (run(name, folder, torch=False), folder, time.perf_counter() - begun)
+        return self._known[name]
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Executed:
+    return Executed(tmp_path_factory)
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.name)
+@pytest.mark.timeout(BUDGET_S * SLOW_MACHINE + 60)
+def test_lessons_run_without_torch_and_say_where_numbers_come_from(
+    path: Path, executed: Executed, record_property: Any
+) -> None:
+    notebook, _, seconds = executed(path.name)
+    record_property("seconds", seconds)
+    assert seconds < BUDGET_S * SLOW_MACHINE
+    reveal = shown(tagged(notebook, "reveal")[0])
+    assert "Nobody guessed; the default of" in reveal, "no person is here"
+    assert any(word in reveal for word in ("modelled, ", "measured", "the paper's")), reveal
+    default = float(re.search(r"Prediction\((-?[\d.]+) ", shown(tagged(notebook, "prediction")[0]))[1])  # type: ignore[index]
+    truth = float(re.search(r"\n(-?[\d.]+) ", reveal)[1])  # type: ignore[index]
+    assert abs(default - truth) > 0.2 * abs(truth), "the default guess must not give the answer away"
+    assert shown(tagged(notebook, "self-check")[0]).splitlines() == [
+        "exercise 1: open", "exercise 2: open", "exercise 3: open", "0 of 3 right",
+    ]  # fmt: skip
+    plotly = "application/vnd.plotly.v1+json"
+    figures = [o.data[plotly] for c in notebook.cells for o in c.get("outputs", ()) if plotly in o.get("data", {})]
+    titles = [f["layout"]["title"]["text"] for f in figures if "title" in f["layout"]]
+    assert titles
+    assert all(any(word in t for word in ("modelled", "measured", "the paper's figures")) for t in titles), titles
+
+
+def test_the_exported_config_of_notebook_08_is_one_that_train_takes(executed: Executed) -> None:
+    _, folder, _ = executed("08_tune_and_export.ipynb")
+    config = TunedConfig.load(folder / "runs" / "workshop" / "08" / "tuned.json")
+    assert config.optimizer.max_grad_norm == 1.0 and config.prediction is not None
+    assert config.model.name == "llama-3-8b"
+
+
+def test_the_capstone_prints_a_code_that_scores_what_it_says(executed: Executed) -> None:
+    notebook, _, _ = executed("10_capstone.ipynb")
+    scores = [shown(c) for c in notebook.cells if c.cell_type == "code" and "code: " in shown(c)]
+    assert len(scores) == 2
+    for text in scores:
+        percent, code = re.search(r"([+-][\d.]+) %\ncode: (\S+)", text).groups()  # type: ignore[union-attr]
+        assert f"{Challenge().read(code).percent:+.2f}" == percent
+
+
+@pytest.mark.parametrize("path", SOLUTIONS, ids=lambda p: p.name)
+@pytest.mark.timeout(BUDGET_S * SLOW_MACHINE + 60)
+def test_solutions_pass_the_self_checks(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: what is tested is the code of the cells, and a kernel each would cost half a minute."""
+    monkeypatch.chdir(tmp_path)
+    notebook = nbformat.read(path, as_version=4)
+    names: dict[str, Any] = {}
+    cells = [c.source for c in notebook.cells if c.cell_type == "code"]
+    for source in cells[:-1]:
+        exec(compile(source, path.name, "exec"), names)
+    report = eval(compile(cells[-1].strip(), path.name, "eval"), names)
+    assert repr(report).endswith("3 of 3 right"), repr(report)
+
+
+@pytest.mark.timeout(BUDGET_S * SLOW_MACHINE + 60)
+def test_with_torch_the_engine_goes_through_a_storm_with_the_same_bits(tmp_path: Path) -> None:
+    printed = text_of(run("05_speculation.ipynb", tmp_path))
+    assert "clip clip clip clip" in printed
+    assert "losses and weights equal bit for bit: True" in printed
 
 
 @pytest.mark.timeout(BUDGET_S * SLOW_MACHINE + 60)

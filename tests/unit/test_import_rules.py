@@ -29,7 +29,11 @@ NEEDS_TORCH = frozenset(
 """Top-level modules that measure or train; every other one is lean, a new one too."""
 NO_IMPORT = frozenset({"__main__"})
 PACKAGE = Path(__file__).resolve().parents[2] / "superoffload"
-LEAN = ("superoffload", *sorted({p.stem for p in PACKAGE.glob("*.py")} - NEEDS_TORCH - NO_IMPORT - {"__init__"}))
+LEAN = (
+    "superoffload",
+    *sorted({p.stem for p in PACKAGE.glob("*.py")} - NEEDS_TORCH - NO_IMPORT - {"__init__"}),
+    *sorted(f"workshop.{p.stem}" for p in PACKAGE.glob("workshop/*.py")),
+)
 
 
 def sources(repository: Path, folder: str = "superoffload") -> list[Path]:
@@ -86,7 +90,7 @@ def test_only_the_engine_and_the_measurements_touch_cuda_streams(repository: Pat
 
 @pytest.mark.parametrize("name", LEAN)
 def test_lean_modules_import_nothing_heavy_at_module_level(repository: Path, name: str) -> None:
-    path = repository / "superoffload" / ("__init__.py" if name == "superoffload" else f"{name}.py")
+    path = repository / "superoffload" / ("__init__.py" if name == "superoffload" else f"{name.replace('.', '/')}.py")
     assert not [n for n, top in imports(path) if top and n.split(".")[0] in HEAVY]
 
 

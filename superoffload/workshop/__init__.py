@@ -1,0 +1,43 @@
+"""What the workshop's notebooks compute: experiments on the cost model, checks of exercises, the capstone's scores.
+
+Nothing here needs torch or draws anything; `superoffload.widgets.workshop` does the drawing. Every number is the cost
+model's unless its name or docstring says that it was measured.
+"""
+
+from superoffload.workshop.experiments import (
+    LINK_NAMES,
+    LINKS_GB_PER_S,
+    LinkPoint,
+    adam_gb_per_s,
+    cast_steps,
+    flow_cost,
+    flow_efficiency,
+    link_at,
+    link_sweep,
+    pcie_era_plan,
+    retained_steps,
+)
+from superoffload.workshop.score import Challenge, Score, leaderboard
+from superoffload.workshop.storm import StepTimes, break_even_clip_rate, run_storm, step_times, storm_verdicts
+
+__all__ = [
+    "LINKS_GB_PER_S",
+    "LINK_NAMES",
+    "Challenge",
+    "LinkPoint",
+    "Score",
+    "StepTimes",
+    "adam_gb_per_s",
+    "break_even_clip_rate",
+    "cast_steps",
+    "flow_cost",
+    "flow_efficiency",
+    "leaderboard",
+    "link_at",
+    "link_sweep",
+    "pcie_era_plan",
+    "retained_steps",
+    "run_storm",
+    "step_times",
+    "storm_verdicts",
+]

@@ -1,0 +1,155 @@
+"""One thing is changed and everything else kept: the link alone, the casts alone, where weights live alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from superoffload.errors import InputError
+from superoffload.graph import buckets_of
+from superoffload.hardware import Curve, Hardware, Link
+from superoffload.plan import CASTS, Plan
+from superoffload.planner import make_plan
+from superoffload.profiler import Profile, estimate, retarget
+from superoffload.simulator import simulate, step_seconds
+from superoffload.tracing import Trace
+from superoffload.units import ADAM_STREAM_BYTES, GB, TERA
+
+LINKS_GB_PER_S = (16.0, 32.0, 64.0, 128.0, 200.0, 300.0, 450.0)
+"""Stops of the link knob, each way."""
+LINK_NAMES: dict[float, str] = {16.0: "PCIe 3 x16", 32.0: "PCIe 4 x16", 64.0: "PCIe 5 x16", 450.0: "NVLink-C2C"}
+"""Nominal rates each way: PCIe 4 and 5 and C2C as the SuperOffload paper prints them, PCIe 3 half of PCIe 4."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPoint:
+    """One stop of the link knob: the same GPU, CPU and model, another link."""
+
+    gb_per_s: float
+    """Plateau of the link each way."""
+    era: Trace
+    """The PCIe-era plan, modelled."""
+    best: Trace
+    """The planner's own choice for this link, modelled."""
+
+
+def link_at(hardware: str | Hardware, gb_per_s: float) -> Hardware:
+    """The same machine with a link of `gb_per_s` each way.
+
+    Curves keep their shape over the transfer size and are scaled to the new plateau; both ways together give twice as
+    much. Everything else stays, memory bandwidth included.
+
+    Raises:
+        InputError: a bandwidth that is not above 0.
+    """
+    from superoffload.hardware import resolve
+
+    if not 0 < gb_per_s < float("inf"):
+        raise InputError(f"a link of {gb_per_s:g} GB/s", expected="a number above 0")
+    hw = resolve(hardware)
+
+    def scaled(curve: Curve) -> Curve:
+        return curve.replace(gb_per_s=tuple(x * gb_per_s / curve.peak for x in curve.gb_per_s))
+
+    link = Link(down=scaled(hw.link.down), up=scaled(hw.link.up), both_gb_per_s=2 * gb_per_s)
+    why = f"assumed: {gb_per_s:g} GB/s each way, set by hand"
+    sources = {**hw.sources, "link.down": why, "link.up": why, "link.both_gb_per_s": why}
+    return hw.replace(name=f"{hw.name} with {gb_per_s:g} GB/s each way", link=link, sources=sources)
+
+
+def pcie_era_plan(profile: Profile, **knobs: Any) -> Plan:
+    """The arrangement of ZeRO-Offload, made for PCIe, in this project's words.
+
+    All optimizer states on the CPU, all 16-bit weights on the GPU, every layer recomputed; 16 bits cross the link and
+    are cast by passes of their own on the CPU; Adam waits for the gradient norm. Memory is not checked.
+
+    Args:
+        knobs: fields of Plan that are to be different.
+    """
+    era: dict[str, Any] = {
+        "retained_buckets": 0, "flow_blocks": (), "activations": "full", "cast_down": "cpu", "cast_up": "cpu",
+        "speculate": "off", "master": "plain",
+    }  # fmt: skip
+    if "flow" in knobs:
+        del era["flow_blocks"]
+    return make_plan(profile, check=False, **{**era, **knobs})
+
+
+def link_sweep(profile: Profile, links_gb_per_s: Sequence[float] = LINKS_GB_PER_S) -> tuple[LinkPoint, ...]:
+    """The PCIe-era plan and the planner's own, at each link.
+
+    Raises:
+        DoesNotFit: no plan of this model fits the machine.
+    """
+    points = []
+    for rate in links_gb_per_s:
+        at = retarget(profile, link_at(profile.hardware, rate))
+        points.append(LinkPoint(rate, simulate(at, pcie_era_plan(at)), simulate(at, make_plan(at))))
+    return tuple(points)
+
+
+def cast_steps(profile: Profile, **knobs: Any) -> dict[tuple[str, str], float]:
+    """Seconds per step for each (cast_down, cast_up), modelled; all else as in `pcie_era_plan`, or as `knobs` say."""
+    return {
+        (down, up): step_seconds(profile, pcie_era_plan(profile, **{**knobs, "cast_down": down, "cast_up": up}))
+        for down in CASTS
+        for up in CASTS
+    }
+
+
+def flow_cost(hardware: str | Hardware, tokens: int, model: str = "llama-7b") -> float:
+    """How much longer a step takes when all layers flow, 0.1 being ten percent; modelled.
+
+    The step has 16 micro-batches, so that the optimizer's part, which nothing of this changes, weighs little. States
+    stay on the CPU, layers are recomputed, casts are fused, Adam speculates. Memory is not checked.
+
+    Args:
+        tokens: per micro-batch; a sequence is at most 2,048 of them.
+
+    Raises:
+        InputError: tokens that are no whole number of sequences.
+    """
+    seq_len = min(tokens, 2048)
+    if tokens < 1 or tokens % seq_len:
+        raise InputError(f"tokens = {tokens}", expected="up to 2,048, or a multiple of 2,048")
+    p = estimate(model, micro_batch=tokens // seq_len, seq_len=seq_len, hardware=hardware)
+    layers = sum(b.kind == "layer" for b in p.blocks)
+    stay, flow = (
+        step_seconds(p, pcie_era_plan(p, cast_down="fused", cast_up="fused", speculate="on", accumulation=16, flow=n))
+        for n in (0, layers)
+    )
+    return flow / stay - 1
+
+
+def retained_steps(profile: Profile, shares: Sequence[float], **knobs: Any) -> dict[float, float]:
+    """Seconds per step by the share of buckets, 0 to 1, whose states stay on the GPU; modelled. Nothing flows, layers
+    are recomputed, casts are fused, Adam speculates, and memory is not checked."""
+    era = {"cast_down": "fused", "cast_up": "fused", "speculate": "on", **knobs}
+    total = len(buckets_of(profile, pcie_era_plan(profile, **era).bucket_mb))
+    return {
+        share: step_seconds(profile, pcie_era_plan(profile, **{**era, "retained_buckets": round(share * total)}))
+        for share in shares
+    }
+
+
+def flow_efficiency(tokens: float, gb_per_s: float, tflops: float, *, overlapped: bool = True) -> float:
+    """Share of its time in which a GPU computes while all weights flow in, 0 to 1.
+
+    A layer of P parameters takes 2·P·tokens FLOPs and 2·P bytes, so with ait = tokens the fetch takes peak / (ait ·
+    bandwidth) times as long as the products. One after the other that leaves ait·bw / (ait·bw + peak) (SuperOffload
+    paper, section on weight flow); side by side min(1, ait·bw / peak).
+
+    Args:
+        tokens: per micro-batch.
+        gb_per_s: the link's way up.
+        tflops: what the GPU reaches in matrix products.
+        overlapped: fetches run under the products of the block before.
+    """
+    ratio = tokens * gb_per_s * GB / (tflops * TERA)
+    return min(1.0, ratio) if overlapped else ratio / (1 + ratio)
+
+
+def adam_gb_per_s(params: float, seconds: float) -> float:
+    """Bandwidth of an fp32 AdamW step in GB/s: 28 bytes per parameter, reading p, m, v, g and writing p, m, v."""
+    return params * ADAM_STREAM_BYTES / seconds / GB
