@@ -69,11 +69,12 @@ def pcie_era_plan(profile: Profile, **knobs: Any) -> Plan:
     """
     era: dict[str, Any] = {
         "retained_buckets": 0, "flow_blocks": (), "activations": "full", "cast_down": "cpu", "cast_up": "cpu",
-        "speculate": "off", "master": "plain",
+        "speculate": "off", "master": "plain", "loss_chunks": 1,
     }  # fmt: skip
     if "flow" in knobs:
         del era["flow_blocks"]
-    return make_plan(profile, check=False, **{**era, **knobs})
+    plan = make_plan(profile, check=False, **{**era, **knobs})
+    return plan.model_copy(update={"undo_buckets": knobs.get("undo_buckets")})
 
 
 def link_sweep(profile: Profile, links_gb_per_s: Sequence[float] = LINKS_GB_PER_S) -> tuple[LinkPoint, ...]:
