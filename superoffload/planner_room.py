@@ -36,7 +36,9 @@ class Room:
         return plan if "retained_buckets" in self.given else self.relieving_host(plan)
 
     def waiting(self, plan: Plan) -> Plan:
-        """`plan` without the undo records of speculation, if it may go without."""
+        """`plan` with as little memory for speculation's undo records as it may have."""
+        if "speculate" in self.given and plan.speculate != "off" and "undo_buckets" not in self.given:
+            return plan.model_copy(update={"undo_buckets": 1})
         return plan if "speculate" in self.given else plan.model_copy(update={"speculate": "off", "undo_buckets": None})
 
     def relieving_host(self, plan: Plan) -> Plan:

@@ -321,6 +321,16 @@ def test_what_gives_way_as_memory_runs_out() -> None:
         make_plan(large(70, gpu_gb=148.5, host_gb=133))
 
 
+def test_speculation_by_hand_does_not_keep_the_master_whole() -> None:
+    """With few undo records a split one fits: what is given says that there are some, not how many."""
+    hw = preset("h200-pcie5")
+    hw = hw.replace(gpu=hw.gpu.replace(memory_gb=24), cpu=hw.cpu.replace(memory_gb=131))
+    profile = estimate("llama-3-8b", micro_batch=2, seq_len=8192, hardware=hw)
+    by_hand, free = (make_plan(profile, accumulation=8, **knobs) for knobs in ({"speculate": "on"}, {}))
+    assert by_hand.speculate == "on" and by_hand.undo_buckets and by_hand.master == free.master == "split"
+    assert simulator.step_seconds(profile, by_hand) == pytest.approx(simulator.step_seconds(profile, free), rel=0.01)
+
+
 def test_undo_memory_goes_to_the_buckets_that_adam_reaches() -> None:
     """What backward gives it no time for waits for the verdict anyway."""
     profile = estimate("llama-3-8b", micro_batch=1, seq_len=8192, hardware="h200-pcie5")
