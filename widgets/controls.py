@@ -22,7 +22,7 @@ ACCUMULATIONS = (1, 2, 4, 8, 16, 32, 64)
 CAST_TITLES = {"gpu": "on the GPU (fp32 crosses)", "cpu": "separate CPU pass", "fused": "fused into CPU Adam"}
 SPECULATE_TITLES = {"auto": "auto", "on": "on: before the norm", "off": "off: waits for norm"}
 MASTER_TITLES = {"plain": "plain: 6 B/param with its copy", "split": "split: 4 B/param"}
-UNDO_TITLES = {"record": "record: 3.6 B/param", "snapshot": "snapshot: 12 B/param"}
+UNDO_TITLES = {"record": "record 3.6 B", "snapshot": "snapshot 12 B"}
 ACTIVATION_TITLES = {
     "none": "keep all",
     "selective": "keep products",
@@ -37,30 +37,40 @@ ACTIVATION_HELP = {
     "offload_inputs": "Each layer's input waits in CPU memory, its forward is computed again: for long sequences.",
     "offload_saved": "Everything that backward reads waits in CPU memory; nothing is computed again.",
 }
-COMPILE_HELP = (
-    "Fuses the operations of each layer: fewer bytes move and less is kept. Results round elsewhere than with eager "
-    "kernels, and the first step takes the compiler's time."
-)
+BESIDE_HELP = {
+    "compile_blocks": "Fuses the operations of each layer: fewer bytes move and less is kept. Results round elsewhere "
+    "than with eager kernels, and the first step takes the compiler's time.",
+    "undo_buckets": "Undo buckets: how many, from the first that backward completes, have undo memory, so that Adam "
+    "may take them before the norm is known.",
+    "loss_chunks": "Loss chunks: logits and loss are computed for so many parts of the tokens, one after another.",
+}
+"""Of the small controls that share a line."""
 ACCUMULATE_TITLES = {"gpu": "the GPU, in p.grad", "cpu": "the CPU, fetched to add"}
 
 
 class Knob(W.VBox):  # type: ignore[misc]
-    """A control, the button that hands it back to the cost model, and one line of why."""
+    """A control, the button that hands it back to the cost model, and one line of why.
 
-    def __init__(self, field: str, control: W.Widget, choose: Callable[[str], None], beside: W.Widget | None = None):
-        self.field, self.control = field, control
+    Args:
+        beside: a small control of another field that shares the line, by that field; its reason is its tooltip, and the
+            button hands both back.
+    """
+
+    def __init__(self, field: str, control: W.Widget, choose: Callable[[str], None], **beside: W.Widget):
+        self.field, self.control, self.beside = field, control, beside
         self.why = W.HTML(layout=W.Layout(flex="1 1 0", min_width="0", margin="0", overflow="hidden"))
         self.why.add_class("so-why")
         self.auto = W.Button(
-            description="auto", tooltip=f"Let the cost model choose {field}", layout=W.Layout(width="auto")
-        )
+            description="auto", tooltip=f"Let the cost model choose {' and '.join([field, *beside])}",
+            layout=W.Layout(width="auto"),
+        )  # fmt: skip
         self.auto.add_class("so-auto")
-        self.auto.on_click(lambda _: choose(field))
+        self.auto.on_click(lambda _: [choose(f) for f in (field, *beside)])
         below = W.HBox([self.why, self.auto], layout=W.Layout(width="100%", height="15px", align_items="center"))
         below.add_class("so-below")
-        control.layout.width, control.layout.margin = "100%", "0"
+        control.layout.width, control.layout.margin, control.layout.min_width = "100%", "0", "0"
         line = W.Layout(width="100%", overflow="hidden", align_items="center")
-        row = control if beside is None else W.HBox([control, beside], layout=line)
+        row = W.HBox([control, *beside.values()], layout=line) if beside else control
         super().__init__([row, below], layout=W.Layout(width="100%", margin="0 0 1px 0", overflow="hidden"))
 
     def explain(self, plan: Plan, fixed: str | None) -> None:
@@ -69,7 +79,8 @@ class Knob(W.VBox):  # type: ignore[misc]
         text = fixed or reason or "set by hand"
         lead = "" if fixed or not reason or reason.startswith("auto") else "<b>auto</b> "
         self.why.value = f'<span title="{escape(text)}">{lead}{escape(text)}</span>'
-        self.auto.layout.display = None if not fixed and not reason else "none"
+        by_hand = not fixed and not all(plan.reasons.get(f) for f in (self.field, *self.beside))
+        self.auto.layout.display = None if by_hand else "none"
         if bool(self.control.disabled) != bool(fixed):
             self.control.disabled = bool(fixed)
 
@@ -109,12 +120,12 @@ class Controls(W.VBox):  # type: ignore[misc]
         self.undo = W.Dropdown(
             options=[(t, v) for v, t in UNDO_TITLES.items()], description="Undo", layout=layout(), **drop
         )
-        self.undo_count = W.IntSlider(1, 1, 2, description="Undo buckets", layout=layout(), **slider)
+        self.undo_count = W.Dropdown(options=[("all", 1)], layout=W.Layout(flex="0 0 92px", margin="0 0 0 6px"))
         self.threads = W.IntSlider(1, 1, 1, description="Adam threads", layout=layout(), **slider)
         self.activations = W.Dropdown(
             options=[(t, v) for v, t in ACTIVATION_TITLES.items()], description="Activations", layout=layout(), **drop
         )
-        self.chunks = W.SelectionSlider(options=[1], description="Loss chunks", layout=layout(), **slider)
+        self.chunks = W.Dropdown(options=[("loss whole", 1)], layout=W.Layout(flex="0 0 92px", margin="0 0 0 6px"))
         self.compiled = W.Checkbox(
             description="compile", indent=False, layout=W.Layout(flex="0 0 72px", margin="0 0 0 6px")
         )
@@ -134,23 +145,21 @@ class Controls(W.VBox):  # type: ignore[misc]
                 Knob("cast_up", self.up, on_choose),
                 Knob("master", self.master, on_choose),
                 Knob("speculate", self.speculate, on_choose),
-                Knob("undo", self.undo, on_choose),
-                Knob("undo_buckets", self.undo_count, on_choose),
+                Knob("undo", self.undo, on_choose, undo_buckets=self.undo_count),
                 Knob("adam_threads", self.threads, on_choose),
-                Knob("activations", self.activations, on_choose, beside=self.compiled),
-                Knob("loss_chunks", self.chunks, on_choose),
+                Knob("activations", self.activations, on_choose, compile_blocks=self.compiled),
                 Knob("micro_batch", self.batch, on_choose),
-                Knob("seq_len", self.sequence, on_choose),
+                Knob("seq_len", self.sequence, on_choose, loss_chunks=self.chunks),
                 Knob("accumulation", self.accumulation, on_choose),
                 Knob("accumulate_on", self.accumulate_on, on_choose),
             )
         }
         rows = list(self.knobs.values())
-        self.compiled.observe(lambda change: self._edited("compile_blocks", change["new"]), names="value")
         super().__init__([rows[0], self.flow_which, *rows[1:]], layout=W.Layout(width="292px", flex="0 0 292px"))
         self.add_class("so-knobs")
         for field, knob in self.knobs.items():
-            knob.control.observe(lambda change, f=field: self._edited(f, change["new"]), names="value")
+            for name, control in {field: knob.control, **knob.beside}.items():
+                control.observe(lambda change, f=name: self._edited(f, change["new"]), names="value")
         self.flow_which.observe(lambda change: self._edited("which", change["new"]), names="value")
         self.show_plan()
 
@@ -165,7 +174,7 @@ class Controls(W.VBox):  # type: ignore[misc]
             # Parsed by the callee's guard: a typing error is shown like any other error.
             self._on_edit(**{field: value})
             return
-        elif field == "undo_buckets" and value == self.undo_count.max:
+        elif field == "undo_buckets" and value == self._on_cpu:
             value = None  # all, also when there are more of them some day
         self._on_edit(**{field: value})
 
@@ -179,7 +188,7 @@ class Controls(W.VBox):  # type: ignore[misc]
         put back for a moment would swallow the next key.
         """
         s, p = self._session, self._session.plan
-        on_cpu = max(1, len(s.buckets) - p.retained_buckets)
+        on_cpu = self._on_cpu = max(1, len(s.buckets) - p.retained_buckets)
         setters: dict[str, Callable[[], None]] = {
             "retained_buckets": lambda: _range(self.retained, p.retained_buckets, 0, len(s.buckets)),
             "bucket_mb": lambda: _options(self.bucket, BUCKET_MB, p.bucket_mb, lambda v: f"{v:g}"),
@@ -188,11 +197,18 @@ class Controls(W.VBox):  # type: ignore[misc]
             "master": lambda: _set(self.master, p.master),
             "speculate": lambda: _set(self.speculate, p.speculate),
             "undo": lambda: _set(self.undo, p.undo),
-            "undo_buckets": lambda: _range(self.undo_count, min(p.undo_buckets or on_cpu, on_cpu), 1, on_cpu),
+            "undo_buckets": lambda: _options(
+                self.undo_count,
+                tuple(max(1, on_cpu * k // 8) for k in (1, 2, 4, 8)),
+                min(p.undo_buckets or on_cpu, on_cpu),
+                lambda n: f"first {n}" if n < on_cpu else "all",
+            ),
             "adam_threads": lambda: _range(self.threads, p.adam_threads, 1, s.hardware.cpu.cores),
             "activations": self._show_activations,
-            "loss_chunks": lambda: _options(self.chunks, LOSS_CHUNKS, p.loss_chunks, str),
-            "compile_blocks": self._show_compiled,
+            "loss_chunks": lambda: _options(
+                self.chunks, LOSS_CHUNKS, p.loss_chunks, lambda n: f"loss in {n}" if n > 1 else "loss whole"
+            ),
+            "compile_blocks": lambda: _set(self.compiled, p.compile_blocks),
             "micro_batch": lambda: _options(self.batch, MICRO_BATCHES, p.micro_batch, str),
             "seq_len": lambda: _options(self.sequence, SEQUENCES, p.seq_len, lambda v: f"{v:,}"),
             "accumulation": lambda: _options(self.accumulation, ACCUMULATIONS, p.accumulation, str),
@@ -208,16 +224,20 @@ class Controls(W.VBox):  # type: ignore[misc]
                     put()
             for field, knob in self.knobs.items():
                 knob.explain(p, s.why_fixed(field))
+                for name, control in knob.beside.items():
+                    fixed = s.why_fixed(name)
+                    control.disabled = bool(fixed)
+                    _set_tooltip(control, f"{BESIDE_HELP[name]} {fixed or p.reasons.get(name, 'Set by hand')}")
             # One screen holds what does something; these do nothing otherwise.
             for field, matters in (
                 ("undo", p.speculate != "off"),
-                ("undo_buckets", p.speculate != "off" and on_cpu > 1),
                 ("accumulate_on", p.accumulation > 1),
                 ("master", p.cast_up == "fused" and any(b.dtype == "bfloat16" for b in s.profile.blocks)),
                 ("cast_up", p.master == "plain"),
-                ("loss_chunks", p.loss_chunks > 1 or can_chunk(s.profile.blocks)),
             ):
                 self.knobs[field].layout.display = None if matters else "none"
+            divisible = p.loss_chunks > 1 or can_chunk(s.profile.blocks)
+            self.chunks.layout.display = None if divisible else "none"
         finally:
             self._quiet = False
 
@@ -229,14 +249,6 @@ class Controls(W.VBox):  # type: ignore[misc]
         if others:
             help_text += " Other blocks: " + ", ".join(f"{b} {policy}" for b, policy in sorted(others.items())) + "."
         _set_tooltip(self.activations, help_text)
-
-    def _show_compiled(self) -> None:
-        """A switch beside the activations, whose line it shares: why it stands as it does is its tooltip."""
-        s = self._session
-        _set(self.compiled, s.plan.compile_blocks)
-        fixed = s.why_fixed("compile_blocks")
-        self.compiled.disabled = bool(fixed)
-        _set_tooltip(self.compiled, f"{COMPILE_HELP} {fixed or s.plan.reasons.get('compile_blocks', 'Set by hand')}")
 
 
 def _set_tooltip(control: W.Widget, text: str) -> None:

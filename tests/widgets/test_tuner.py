@@ -260,26 +260,28 @@ def test_knobs_that_do_nothing_are_out_of_sight(tuner: Tuner) -> None:
     tuner.controls.undo.value = "snapshot"
     assert (tuner.plan.accumulate_on, tuner.plan.undo) == ("cpu", "snapshot")
     few = tuner.controls.undo_count
-    assert few.max == len(tuner.session.buckets) - tuner.plan.retained_buckets > 1
-    few.value = 1
-    assert tuner.plan.undo_buckets == 1
-    few.value = few.max
+    titles = dict(few.options)
+    assert titles["all"] == len(tuner.session.buckets) - tuner.plan.retained_buckets > 8
+    few.value = least = min(titles.values())
+    assert tuner.plan.undo_buckets == least == titles["all"] // 8
+    few.value = titles["all"]
     assert tuner.plan.undo_buckets is None, "all, however many there will be"
 
 
 def test_the_loss_in_chunks_by_hand_and_back(tuner: Tuner) -> None:
-    knob, before = tuner.controls.knobs["loss_chunks"], tuner.trace.memory.total("gpu")
-    assert knob.layout.display is None
+    knob, before = tuner.controls.knobs["seq_len"], tuner.trace.memory.total("gpu")
+    assert tuner.controls.chunks.layout.display is None and knob.auto.layout.display == "none"
     tuner.controls.chunks.value = 8
     assert tuner.plan.loss_chunks == 8
     assert tuner.trace.memory.total("gpu") < before
-    assert "set by hand" in knob.why.value
+    assert tuner.controls.chunks.tooltip.endswith("Set by hand") and knob.auto.layout.display is None
     knob.auto.click()
+    assert knob.auto.layout.display == "none" and "GB in passing" in tuner.controls.chunks.tooltip
     assert "loss_chunks" in tuner.plan.reasons
 
 
 def test_a_model_whose_loss_has_no_chunks_shows_no_such_knob(small_profile: Profile) -> None:
-    assert Tuner(small_profile).controls.knobs["loss_chunks"].layout.display == "none"
+    assert Tuner(small_profile).controls.chunks.layout.display == "none"
 
 
 def test_auto_hands_one_knob_back(tuner: Tuner) -> None:
