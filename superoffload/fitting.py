@@ -74,6 +74,10 @@ def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:
             plan.master == "plain" and any(b.dtype == "bfloat16" for b in profile.blocks),
             {"master": "split", "cast_up": "fused"},
         ),
+        (
+            plan.accumulation > 1 and plan.accumulate_on == "gpu" and not profile.hardware.shared_memory,
+            {"accumulate_on": "cpu"},
+        ),
         (plan.accumulation > 1, {"accumulation": 1}),
     )
     bases: list[Plan] = [plan]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from superoffload.errors import InputError
 from superoffload.record import Record
@@ -79,6 +79,14 @@ class Plan(Record):
     gradients on the host, which every later micro-batch then fetches, adds to and sends down again."""
     reasons: dict[str, str] = Field(default_factory=dict)
     """One sentence with numbers for each field that the cost model chose; absent for a field set by hand."""
+
+    @field_validator("flow_blocks")
+    @classmethod
+    def _each_once(cls, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        twice = sorted({b for b in blocks if blocks.count(b) > 1})
+        if twice:
+            raise ValueError(f"block {twice[0]} is named twice")
+        return blocks
 
     @property
     def tokens_per_step(self) -> int:

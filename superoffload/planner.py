@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from superoffload import graph, simulator
@@ -67,17 +68,21 @@ def _of_tokens(profile: Profile, knobs: dict[str, Any], *, check: bool) -> Plan:
     tokens = knobs.pop("tokens")
     if knobs.get("accumulation") is not None:
         raise InputError("tokens and accumulation are both given", remedy="Give only tokens")
+    for name in ("seq_len", "micro_batch"):
+        if knobs.get(name) is not None and not (_whole(knobs[name]) and knobs[name] >= 1):
+            raise InputError(f"{name} = {knobs[name]!r}", expected="a whole number of at least 1")
     seq_len = knobs.get("seq_len") or profile.seq_len
-    if not isinstance(tokens, int) or tokens < 1 or tokens % seq_len:
+    if not _whole(tokens) or tokens < 1 or tokens % seq_len:
         raise InputError(f"tokens = {tokens!r}", expected=f"a multiple of the sequence length, {seq_len}")
     sequences = tokens // seq_len
     if (given := knobs.get("micro_batch")) is not None:
-        if given < 1 or sequences % given:
+        if sequences % given:
             raise InputError(
                 f"tokens = {tokens} with micro_batch = {given}", expected=f"a multiple of {given} x {seq_len} tokens"
             )
         plan = make_plan(profile, check=check, **knobs, accumulation=sequences // given)
-        return plan.model_copy(update={"reasons": {**plan.reasons, "accumulation": f"for {tokens:,} tokens a step"}})
+        why = f"{plan.accumulation}: for {tokens:,} tokens a step"
+        return plan.model_copy(update={"reasons": {**plan.reasons, "accumulation": why}})
     tried: dict[int, tuple[float, Plan]] = {}
     for batch in (2**k for k in range(MOST_SEQUENCES.bit_length()) if not sequences % 2**k):
         fields = {**knobs, "micro_batch": batch, "accumulation": sequences // batch}
@@ -89,7 +94,9 @@ def _of_tokens(profile: Profile, knobs: dict[str, Any], *, check: bool) -> Plan:
         if tried[batch][0] > HOPELESS * min(seconds for seconds, _ in tried.values()):
             break
     if not tried:
-        return make_plan(profile, check=check, **knobs, micro_batch=1, accumulation=sequences)
+        plan = make_plan(profile, check=check, **knobs, micro_batch=1, accumulation=sequences)
+        alone = {"micro_batch": "1: no plan fits", "accumulation": f"{sequences}: for {tokens:,} tokens a step"}
+        return plan.model_copy(update={"reasons": {**plan.reasons, **alone}})
     shortest = min(seconds for seconds, _ in tried.values())
     batch = next(b for b, (seconds, _) in tried.items() if seconds <= shortest * GOOD_ENOUGH)
     seconds, plan = tried[batch]
@@ -101,6 +108,10 @@ def _of_tokens(profile: Profile, knobs: dict[str, Any], *, check: bool) -> Plan:
         why += f"; {too_large} do not fit the memory"
     reasons = {"micro_batch": why, "accumulation": f"{plan.accumulation}: for {tokens:,} tokens a step"}
     return plan.model_copy(update={"reasons": {**plan.reasons, **reasons}})
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _given(profile: Profile, knobs: dict[str, Any]) -> dict[str, Any]:
@@ -117,10 +128,12 @@ def _given(profile: Profile, knobs: dict[str, Any]) -> dict[str, Any]:
             raise InputError(f"{alias} and {field} are both given", remedy=f"Give only {field}")
     if "flow" in given:
         flow = given.pop("flow")
-        given["flow_blocks"] = spread_layers(profile, flow) if isinstance(flow, int) else tuple(flow)
+        if not _whole(flow) and not isinstance(flow, Iterable):
+            raise InputError(f"flow = {flow!r}", expected="how many layers, or which")
+        given["flow_blocks"] = tuple(flow) if isinstance(flow, Iterable) else spread_layers(profile, flow)
     if "buckets" in given:
         count = given.pop("buckets")
-        if not isinstance(count, int) or count < 1:
+        if not _whole(count) or count < 1:
             raise InputError(f"buckets = {count!r}", expected="a whole number of at least 1")
         given["bucket_mb"] = max(profile.params * FP32_BYTES / MIB / count, 2**-5)
     batch = {"micro_batch": profile.micro_batch, "seq_len": profile.seq_len}

@@ -69,8 +69,9 @@ class Placement:
         if not found:  # nothing fits: report on the policy that needs least of both memories
             why: dict[str, str] = {}
             candidate = self._flow(self.plan.model_copy(update={"activations": "full"}), why)
-            found.append((float("inf"), self._retained(candidate, why), why))
-        elif self._chosen and not self.given.get("activations_by_block"):
+            candidate = self._prefetch(self._retained(candidate, why), why)
+            found.append((float("inf"), candidate, why))
+        elif self._chosen and "activations_by_block" not in self.given:
             found += self._mixed()
         shortest = min(f[0] for f in found)
         seconds, best, why = next(f for f in found if f[0] <= shortest * GOOD_ENOUGH)
@@ -86,20 +87,20 @@ class Placement:
         return best, reasons
 
     def _placed(self, plan: Plan, *, anyway: bool = False) -> list[Candidate]:
-        """The plan with everything else placed: one for each side that may hold accumulated gradients, of those that
-        fit, the faster first. `anyway`: the first, whether it fits or not."""
+        """The plan with everything else placed, accumulated gradients held on whichever side makes it faster; nothing
+        where it does not fit, or what comes nearest if one is wanted `anyway`."""
         candidates: list[Candidate] = []
+        spare: list[Candidate] = []
         for held in self.room.holders(plan):
             if candidates and candidates[0][0] <= self.pace.gpu_seconds(plan) * WORTH_HOLDING:
                 break
             reasons: dict[str, str] = {}
             candidate = self._flow(plan.model_copy(update={"accumulate_on": held}), reasons)
             candidate = self._prefetch(self._retained(candidate, reasons), reasons)
-            if not ledger(self.profile, candidate).fits and (candidates or not anyway):
-                continue
-            candidates.append((self.pace.seconds(candidate), candidate, reasons))
+            fits = ledger(self.profile, candidate).fits
+            (candidates if fits else spare).append((self.pace.seconds(candidate), candidate, reasons))
         if not candidates:
-            return []
+            return spare[:1] if anyway else []
         seconds, best, reasons = min(candidates, key=lambda c: c[0])
         if best.accumulate_on == "cpu" and "accumulate_on" not in self.given:
             other = next((s for s, c, _ in candidates if c.accumulate_on == "gpu"), None)

@@ -67,7 +67,8 @@ class BlockForward:
         compiler: LayerCompiler | None = None,
     ):
         self._module = weakref.ref(module)  # the module holds this
-        self._own = module.__dict__.get("forward")
+        self._had = module.__dict__.get("forward")
+        self._own = own_forward(module)
         """What the module itself had there (a tool's wrapper); its class's forward where there is nothing."""
         self._run: Callable[..., Any] | None = run
         self._compiled: Forward | None = None
@@ -79,7 +80,7 @@ class BlockForward:
 
     def inner(self) -> Forward:
         if self._own is not None:
-            return self._own  # type: ignore[no-any-return]
+            return self._own
         module = self._module()
         assert module is not None
         return types.MethodType(type(module).forward, module)
@@ -118,10 +119,10 @@ class BlockForward:
         module = self._module()
         if module is None or module.__dict__.get("forward") is not self:
             return
-        if self._own is None:
+        if self._had is None:
             del module.__dict__["forward"]
         else:
-            module.__dict__["forward"] = self._own
+            module.__dict__["forward"] = self._had
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.inner(), memo)
@@ -130,6 +131,15 @@ class BlockForward:
         if self._own is not None:
             return (_same, (self._own,))
         return (getattr, (self._module(), "forward"))  # of a module that has no attributes yet: its class's
+
+
+def own_forward(module: nn.Module) -> Forward | None:
+    """The forward that the module itself has; None where it is its class's, which a copy of a model that an engine runs
+    has as an attribute."""
+    own = module.__dict__.get("forward")
+    if isinstance(own, types.MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
+        return None
+    return own
 
 
 def _same(x: Any) -> Any:
@@ -290,4 +300,4 @@ def model_recomputes(model: nn.Module) -> bool:
     return any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules())
 
 
-__all__ = ["AppliedPolicies", "BlockForward", "apply_plan", "model_recomputes", "plain_forwards"]
+__all__ = ["AppliedPolicies", "BlockForward", "apply_plan", "model_recomputes", "own_forward", "plain_forwards"]

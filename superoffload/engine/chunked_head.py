@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superoffload.engine.activations import BlockForward, Forward
+from superoffload.engine.activations import BlockForward, Forward, own_forward
 from superoffload.engine.loss import IGNORE_INDEX, chunked_cross_entropy
 from superoffload.errors import InputError, NotSupported
 
@@ -226,7 +226,7 @@ def find_head(model: nn.Module) -> Head:
     if len(heads) > 1:
         raise _unfit(f"{type(model).__name__} has {len(heads)} parts with a head of their own")
     inside, linear = heads[0]
-    own = linear.__dict__.get("forward")
+    own = own_forward(linear)
     if type(linear) is not nn.Linear or not (own is None or isinstance(own, BlockForward)):
         what = "a linear layer whose forward is wrapped" if type(linear) is nn.Linear else f"a {type(linear).__name__}"
         raise _unfit(f"the head of {type(inside).__name__} is {what}, no plain nn.Linear")

@@ -124,8 +124,8 @@ def _in_chunks(
     counts = targets != ignore_index
     if denominator is None:
         denominator = counts.sum().to(precise)
-    elif isinstance(denominator, Tensor):
-        denominator = denominator.detach().to(hidden.device, precise)
+    else:  # as a tensor, so that none at all gives what torch's own division gives
+        denominator = torch.as_tensor(denominator, dtype=precise, device=hidden.device).detach().reshape(())
     total = torch.zeros((), dtype=precise, device=hidden.device)
     share = torch.zeros(len(targets), 1, dtype=precise, device=hidden.device)
     share.masked_fill_(counts[:, None], loss_scale / denominator)

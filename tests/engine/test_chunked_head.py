@@ -580,3 +580,14 @@ def test_the_stand_in_says_what_it_is():
         with pytest.raises(NotSupported, match="loss_chunks=1"):
             use(loss)
     assert loss.float().contiguous().to("cpu").dtype == torch.float32
+
+
+def test_a_copy_of_a_model_that_is_trained_can_be_trained_so_too():
+    """Its forward is its class's, wherever the copy has it from."""
+    model = llama()
+    with OffloadAdamW(model, loss_chunks=3, activations="full"):
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for c in copies:
+        with OffloadAdamW(c, loss_chunks=3, activations="full") as opt:
+            train(c, opt, batches(1))
+        assert not any(isinstance(m.__dict__.get("forward"), BlockForward) for m in c.modules())

@@ -332,3 +332,18 @@ def test_backward_makes_no_second_gradient():
         assert held >= 4 * (hidden.numel() + weight.numel())
         assert watch.peak < held + 1000, "gradients are scaled in place and handed on"
     assert weight.grad is not None
+
+
+@pytest.mark.parametrize("denominator", [torch.tensor([3.0]), torch.tensor(3), 3, 3.0])
+def test_a_denominator_in_every_form(denominator):
+    hidden, weight, labels = torch.randn(5, 4), torch.randn(7, 4), torch.tensor([0, 1, -100, 2, 3])
+    loss = chunked_cross_entropy(hidden, weight, labels, chunks=2, denominator=denominator)
+    whole = F.cross_entropy(hidden @ weight.T, labels, reduction="sum") / 3
+    torch.testing.assert_close(loss, whole)
+
+
+@pytest.mark.parametrize("none", [0, torch.tensor(0)])
+def test_no_items_at_all_give_what_a_division_gives(none):
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)
+    assert chunked_cross_entropy(hidden, weight, torch.zeros(5, dtype=torch.int64), chunks=2, denominator=none).isinf()
+    assert chunked_cross_entropy(hidden, weight, torch.full((5,), -100), chunks=2, denominator=none).isnan()

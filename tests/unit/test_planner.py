@@ -373,9 +373,40 @@ def test_tokens_choose_micro_batch_and_accumulation(bench: Profile) -> None:
         ({"tokens": step + 1}, "a multiple of the sequence length"),
         ({"tokens": step, "accumulation": 2}, "both given"),
         ({"tokens": step, "micro_batch": 3}, "a multiple of 3 x"),
+        ({"tokens": step, "micro_batch": "2"}, "a whole number"),
+        ({"tokens": step, "seq_len": "x"}, "a whole number"),
+        ({"flow": 3.5}, "how many layers, or which"),
+        ({"flow": True}, "how many layers, or which"),
+        ({"buckets": True}, "a whole number"),
+        ({"flow_blocks": (1, 1)}, "block 1 is named twice"),
     ):
         with pytest.raises(InputError, match=words):
             make_plan(bench, **wrong)
+
+
+@pytest.mark.parametrize("activations", ["full", "offload_inputs"])
+def test_given_activations_do_not_keep_gradients_where_they_do_not_fit(activations: str) -> None:
+    hw = preset("h200-pcie5")
+    hw = hw.replace(gpu=hw.gpu.replace(memory_gb=18), cpu=hw.cpu.replace(memory_gb=160))
+    profile = estimate("llama-3-8b", micro_batch=1, seq_len=4096, hardware=hw)
+    plan = make_plan(profile, accumulation=8, activations=activations)
+    assert plan.accumulate_on == "cpu" and ledger(profile, plan).fits
+    nearest = nearest_fit(profile, plan.model_copy(update={"accumulate_on": "gpu"}))
+    assert nearest is not None and (nearest.accumulation, nearest.accumulate_on) == (8, "cpu")
+
+
+def test_layers_that_shall_be_alike_stay_alike() -> None:
+    hw = preset("h200-pcie5")
+    profile = estimate("llama-3-8b", micro_batch=1, seq_len=8192, hardware=hw.replace(gpu=hw.gpu.replace(memory_gb=36)))
+    plan = make_plan(profile, accumulation=8, loss_chunks=1, activations_by_block={})
+    assert plan.activations_by_block == {} and "activations_by_block" not in plan.reasons
+
+
+def test_what_fits_nowhere_has_its_reasons_too() -> None:
+    profile = large(70, gpu_gb=80, host_gb=133)
+    plan = make_plan(profile, tokens=8 * 4096, check=False)
+    assert not ledger(profile, plan).fits
+    assert set(plan.reasons) == set(Plan.knobs())
 
 
 def test_gradients_wait_on_the_host_where_the_gpu_has_no_room_for_them() -> None:
