@@ -18,6 +18,7 @@ PLANS = {
     "many threads": dict(bucket_mb=0.3, adam_threads=8),
     "slow worker": dict(bucket_mb=0.05, delay_us=2000),
     "snapshots": dict(bucket_mb=0.05, retained_buckets=4, undo="snapshot"),
+    "few undo buckets": dict(bucket_mb=0.05, retained_buckets=4, undo_buckets=5),
 }
 
 
