@@ -30,7 +30,9 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
     """``superoffload search``: exit code 2 where no plan meets the budgets; what was tried is written all the same."""
     from superoffload import autotune
 
-    prof, knobs = _profile(args), planning._knobs(args.set)
+    knobs = planning._knobs(args.set)
+    args.compile_blocks = bool(knobs.get("compile_blocks"))  # a model that is measured here is measured so
+    prof = _profile(args)
     if args.micro_batch is not None:
         knobs["micro_batch"] = args.micro_batch
     with _stopped_by_ctrl_c() as stop, _progress(args.trials) as progress:
