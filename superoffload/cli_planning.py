@@ -95,17 +95,18 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
 def plan_lines(plan: Plan) -> list[str]:
     """A plan as a table for people: field, value, why. A reason that begins with the value does not repeat it."""
     rows = []
+    wide = max(map(len, Plan.knobs()))
     for name in Plan.knobs():
         value = getattr(plan, name)
         value = tuple(f"{k}:{v}" for k, v in value.items()) if isinstance(value, dict) else value
-        value = ("off", "on")[value] if isinstance(value, bool) else value
+        value = ("off", "on")[value] if isinstance(value, bool) else "all" if value is None else value
         shown = (",".join(map(str, value)) or "none") if isinstance(value, tuple) else f"{value:g}" if isinstance(
             value, float) else str(value)  # fmt: skip
         reason = plan.reasons.get(name, "given").removeprefix(f"{shown}: ")
         if len(shown) > VALUE_WIDTH:
-            rows += [f"{name:17} {shown}", f"{'':17} {'':{VALUE_WIDTH}} {reason}"]
+            rows += [f"{name:{wide}} {shown}", f"{'':{wide}} {'':{VALUE_WIDTH}} {reason}"]
         else:
-            rows.append(f"{name:17} {shown:{VALUE_WIDTH}} {reason}")
+            rows.append(f"{name:{wide}} {shown:{VALUE_WIDTH}} {reason}")
     return rows
 
 

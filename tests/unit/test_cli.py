@@ -125,6 +125,9 @@ def test_a_switch_is_set_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "true or false" in err
     _, out, _ = run("plan", *SMALL, "--set", "compile_blocks=true", capsys=capsys)
     assert re.search(r"^compile_blocks +on +given$", out, re.MULTILINE)
+    from superoffload.cli_planning import plan_lines
+
+    assert any(re.match(r"undo_buckets +all +given$", line) for line in plan_lines(Plan()))
     _, out, _ = run("plan", *SMALL, capsys=capsys)
     assert re.search(r"^compile_blocks +off +compiling changes the bits", out, re.MULTILINE)
 
