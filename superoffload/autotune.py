@@ -19,7 +19,7 @@ from superoffload.config import library_versions
 from superoffload.errors import InputError, did_you_mean
 from superoffload.memory import Ledger, Place, ledger
 from superoffload.plan import Plan
-from superoffload.planner_pace import Pace
+from superoffload.planner_pace import Pace, seconds_of
 from superoffload.profiler import Profile, rescale
 from superoffload.search_asked import sequences_per_step, start_batch, within
 from superoffload.search_result import (
@@ -45,8 +45,6 @@ SETTLING = 80
 """Trials kept back (a quarter at most) for the neighbours of the best plan, which give the reasons for its values."""
 QUICK_BUCKETS = 64
 """Buckets of a quick simulation, at most."""
-MICRO_BATCHES = 3
-"""Micro-batches of a quick simulation: every further one adds what the third added to the second."""
 REDRAWN = (0.2, 0.35, 0.6)
 """Chances of each field to be drawn anew where a descent has ended; one of them is taken each time."""
 STUCK = 200
@@ -254,15 +252,7 @@ class _Search:
         quick = Pace(profile).coarse(plan, QUICK_BUCKETS)
         key = plan_key(quick)
         if key not in self.seconds:
-            more = quick.accumulation - MICRO_BATCHES
-            if more <= 1:
-                self.seconds[key] = simulator.step_seconds(profile, quick)
-            else:
-                two, three = (
-                    simulator.step_seconds(profile, quick.model_copy(update={"accumulation": n}))
-                    for n in (MICRO_BATCHES - 1, MICRO_BATCHES)
-                )
-                self.seconds[key] = three + more * (three - two)
+            self.seconds[key] = seconds_of(profile, quick)
         return self.seconds[key]
 
     # Which plans are tried

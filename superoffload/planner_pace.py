@@ -15,8 +15,8 @@ GOOD_ENOUGH = 1.003
 SEARCH_BUCKETS = 96
 """Buckets in the simulations of a search; the chosen plan is simulated with its own."""
 
-SEARCH_MICRO_BATCHES = 2
-"""Micro-batches that are simulated; a search takes those beyond for repetitions of one more."""
+SEARCH_MICRO_BATCHES = 3
+"""Micro-batches that are simulated; a search takes those beyond for repetitions of the last."""
 
 
 class Pace:
@@ -39,20 +39,23 @@ class Pace:
 
     def seconds(self, plan: Plan) -> float:
         """Of a step, simulated with few buckets."""
-        plan = self.coarse(plan)
-        more = plan.accumulation - SEARCH_MICRO_BATCHES
-        if more <= 1:
-            return simulator.step_seconds(self.profile, plan)
-        # Micro-batches in the middle of a step are alike.
-        few, one_more = (
-            simulator.step_seconds(self.profile, plan.model_copy(update={"accumulation": SEARCH_MICRO_BATCHES + k}))
-            for k in (0, 1)
-        )
-        return few + more * (one_more - few)
+        return seconds_of(self.profile, self.coarse(plan))
 
     def gpu_seconds(self, plan: Plan) -> float:
         """What the GPU alone needs for a step: no plan with this policy is faster."""
         return graph.build(self.profile, simulator.resolve_speculation(plan)).load("gpu")
+
+
+def seconds_of(profile: Profile, plan: Plan) -> float:
+    """Seconds of a step, simulated with few micro-batches: those in the middle of a step are alike."""
+    more = plan.accumulation - SEARCH_MICRO_BATCHES
+    if more <= 1:
+        return simulator.step_seconds(profile, plan)
+    one_less, few = (
+        simulator.step_seconds(profile, plan.model_copy(update={"accumulation": n}))
+        for n in (SEARCH_MICRO_BATCHES - 1, SEARCH_MICRO_BATCHES)
+    )
+    return few + more * (few - one_less)
 
 
 def first(test: Callable[[int], bool], low: int, high: int) -> int:

@@ -112,38 +112,40 @@ class Placement:
 
     def _mixed(self) -> list[Candidate]:
         """The fastest plan, with some layers under a faster policy that does not fit for all of them."""
-        plan, (seconds, base, _) = self.plan, min(self._found, key=lambda f: f[0])
-        layers = [i for i, b in enumerate(self.profile.blocks) if b.kind == "layer"]
+        seconds, base, _ = min(self._found, key=lambda f: f[0])
         mixed: list[Candidate] = []
         for fast in self._names:
-            whole = plan.model_copy(update={"activations": fast})
-            if (
-                any(f[1].activations == fast for f in self._found)
-                or self.pace.gpu_seconds(whole) >= seconds / WORTH_MIXING
-            ):
-                continue
-            tried: dict[int, float] = {0: seconds}
-            step = len(layers) // 4
-            counts = [step * k for k in (1, 2, 3)] if step else []
-            while counts:
-                for n in counts:
-                    by_block = dict.fromkeys(evenly(layers, n), fast)
-                    candidate = plan.model_copy(
-                        update={"activations": base.activations, "activations_by_block": by_block}
-                    )
-                    placed = self._placed(candidate)
-                    tried[n] = placed[0][0] if placed else float("inf")
-                    for _, candidate, reasons in placed:
-                        others = {k: s for k, s in tried.items() if s < float("inf")}
-                        reasons["activations_by_block"] = f"{n} of {len(layers)} layers {fast}: " + ", ".join(
-                            f"a step of {format_seconds(s)} with {k}" for k, s in sorted(others.items())
-                        )
-                        mixed.append((tried[n], candidate, reasons))
-                best = min(tried, key=lambda n: (tried[n], n))
-                step //= 2
-                counts = (
-                    [n for n in (best - step, best + step) if 0 < n < len(layers) and n not in tried] if step else []
+            whole = self.plan.model_copy(update={"activations": fast})
+            fits = any(f[1].activations == fast for f in self._found)
+            if not fits and self.pace.gpu_seconds(whole) < seconds / WORTH_MIXING:
+                mixed += self._with_some(fast, seconds, base.activations)
+        return mixed
+
+    def _with_some(self, fast: Activations, seconds: float, slow: Activations) -> list[Candidate]:
+        """Plans with some layers under `fast` and the others under `slow`, which alone takes `seconds`: quarters of the
+        layers first, then ever closer to the best."""
+        layers = [i for i, b in enumerate(self.profile.blocks) if b.kind == "layer"]
+        mixed: list[Candidate] = []
+        tried: dict[int, float] = {0: seconds}
+        step = len(layers) // 4
+        counts = [step, 2 * step, 3 * step] if step else []
+        while counts:
+            for n in counts:
+                by_block = dict.fromkeys(evenly(layers, n), fast)
+                placed = self._placed(
+                    self.plan.model_copy(update={"activations": slow, "activations_by_block": by_block})
                 )
+                tried[n] = placed[0][0] if placed else float("inf")
+                shown = ", ".join(
+                    f"a step of {format_seconds(s)} with {k}" for k, s in sorted(tried.items()) if s < float("inf")
+                )
+                for *_, reasons in placed:
+                    reasons["activations_by_block"] = f"{n} of {len(layers)} layers {fast}: {shown}"
+                mixed += placed
+            best = min(tried, key=lambda n: (tried[n], n))
+            step //= 2
+            near = (best - step, best + step) if step else ()
+            counts = [n for n in near if 0 < n < len(layers) and n not in tried]
         return mixed
 
     def _why_activations(

@@ -156,3 +156,15 @@ def run_plan(dtype: torch.dtype, data: list[torch.Tensor], *, device: str = "cpu
                 warnings.simplefilter("ignore", UserWarning)
             losses = train(m, opt, data, accumulation=accumulation, hint=hint)
         return digest(m, opt), losses
+
+
+class Autocast(nn.Module):
+    """Runs `inner` under autocast to bf16."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(**kwargs)

@@ -22,7 +22,7 @@ from superoffload.engine import OffloadAdamW, activations, compiling
 from superoffload.engine.activations import BlockForward
 from superoffload.errors import EngineError, InputError
 from superoffload.plan import ACTIVATIONS, Plan
-from tests.engine.common import batches, checkpointed, digest, llama, run_plan
+from tests.engine.common import Autocast, batches, checkpointed, digest, llama, run_plan
 from tests.engine.test_activations import dropping
 
 pytestmark = [  # of torch's compiler itself
@@ -200,15 +200,6 @@ def test_layers_that_break_the_graph_or_have_hooks(layer, before):
 
 
 def test_autocast_and_tied_weights():
-    class Autocast(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, **kwargs):
-            with torch.autocast("cpu", torch.bfloat16):
-                return self.inner(**kwargs)
-
     def model(dtype, device):
         return Autocast(deep(dtype, device=device, tied=True))
 

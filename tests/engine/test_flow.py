@@ -13,7 +13,7 @@ from superoffload import estimate, graph
 from superoffload.engine import OffloadAdamW
 from superoffload.errors import EngineError, InputError, NotSupported
 from superoffload.model import ModelSpec
-from tests.engine.common import batches, checkpointed, digest, interrupt_at_random, llama, run_plan, train
+from tests.engine.common import Autocast, batches, checkpointed, digest, interrupt_at_random, llama, run_plan, train
 from tests.engine.scenario import equal, weights
 
 DATA = batches(6)
@@ -76,16 +76,6 @@ def test_mixed_dtypes_in_one_block(tiny_blocks):
         assert reference == run_plan(
             torch.bfloat16, data, model=model, bucket_mb=size, flow_blocks=(1, 2, 4), retained_buckets=retained
         )
-
-
-class Autocast(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, **kwargs):
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.inner(**kwargs)
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 9])

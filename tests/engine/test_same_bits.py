@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from superoffload.engine import OffloadAdamW
-from tests.engine.common import batches, checkpointed, digest, llama, run_plan, train
+from tests.engine.common import Autocast, batches, checkpointed, digest, llama, run_plan, train
 
 DATA = batches(4)
 _reference: dict[torch.dtype, tuple[str, list[float]]] = {}
@@ -67,17 +67,8 @@ def test_mixed_dtypes_have_buckets_of_their_own():
                 p.data = p.data.float()
         return m
 
-    class Wrapped(torch.nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, **kwargs):
-            with torch.autocast("cpu", torch.bfloat16):
-                return self.inner(**kwargs)
-
     def wrapped(dtype, device):
-        return Wrapped(model(dtype, device))
+        return Autocast(model(dtype, device))
 
     with OffloadAdamW(wrapped(None, "cpu"), bucket_mb=0.05) as opt:
         assert {b.layout.dtype for b in opt.engine.arenas.buckets} == {"bfloat16", "float32"}
