@@ -67,6 +67,8 @@ def run_mode(args: argparse.Namespace) -> dict[str, Any]:
         if i == args.warmup - 1:  # the last step that is not timed
             gc.collect()
             gc.freeze()  # as `superoffload train` does: a full collection stops the host for 0.3 s
+            if mode.interval_ms is not None:
+                sys.setswitchinterval(mode.interval_ms / 1e3)
             if mode.busy:
                 busy_thread()  # not before: beside it building a model takes minutes
                 time.sleep(0.1)  # until it has had Python's lock once, a thread that never sleeps keeps it
@@ -95,7 +97,7 @@ def run_mode(args: argparse.Namespace) -> dict[str, Any]:
         "mean_s": round(statistics.mean(times), 4), "min_s": round(min(times), 4), "max_s": round(max(times), 4),
         "tokens_per_s": round(args.tokens / median), "model_tflops": round(flops / median / 1e12, 1),
         "mfu": round(flops / median / 1e12 / PEAK_BF16_TFLOPS, 4),
-        "steps_s": [round(t, 4) for t in times],
+        "steps_s": [round(t, 4) for t in times], "switch_interval_ms": round(sys.getswitchinterval() * 1e3, 3),
         "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1) if cuda else 0.0,
         "setup_peak_gpu_gb": round(setup_peak / 1e9, 1), "first_loss": round(float(losses[0]), 4),
         "last_loss": round(float(losses[-1]), 4), **extra,

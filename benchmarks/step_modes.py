@@ -32,6 +32,8 @@ class Mode:
     facts: dict[str, Any] = field(default_factory=dict)
     busy: bool = False
     """Whether a Python loop in another thread runs beside the timed steps."""
+    interval_ms: float | None = None
+    """Python's switch interval in the timed steps; None leaves it as it is."""
 
 
 def build(args: argparse.Namespace, dtype: torch.dtype, device: str, recompute: bool | None = None) -> torch.nn.Module:
@@ -66,7 +68,8 @@ def busy_thread() -> None:
 def build_mode(args: argparse.Namespace, x: torch.Tensor) -> Mode:
     """Read `NAME[:SHARE][:field=value ...]`.
 
-    Fields of every mode: `busy=1` runs a Python loop in another thread. Of `limit` besides: `compile=1` compiles each
+    Fields of every mode: `busy=1` runs a Python loop in another thread; `interval_ms=F` sets Python's switch interval,
+    which is 5 ms, and 0.1 ms while the engine is open. Of `limit` besides: `compile=1` compiles each
     layer with `layer.compile()`, as one would by hand; `recompute=none` or `full` overrides --recompute. Of engine
     modes besides: plan fields by name (`compile_blocks=true:activations=none`; `activations` overrides --recompute),
     `loss=F` multiplies the loss (gradients shrink with it; Adam does not care), `clip_every=K` makes every K-th step
@@ -74,9 +77,9 @@ def build_mode(args: argparse.Namespace, x: torch.Tensor) -> Mode:
     """
     name, *rest = args.mode.split(":")
     fields = dict(f.split("=") for f in rest if "=" in f)
-    busy = bool(int(fields.pop("busy", 0)))
+    busy, interval_ms = bool(int(fields.pop("busy", 0))), fields.pop("interval_ms", None)
     mode = _mode(args, x, name, rest, fields)
-    mode.busy = busy
+    mode.busy, mode.interval_ms = busy, None if interval_ms is None else float(interval_ms)
     return mode
 
 

@@ -11,14 +11,16 @@ namespace {
 
 constexpr int kSliceMs = 100;
 
-// Waits in slices, so that Ctrl-C reaches a waiting main thread.
+// Waits in slices, so that Ctrl-C reaches a waiting main thread. What is there already is found without giving Python's
+// lock away: beside a thread that runs Python it would take a switch interval to get it back.
 template <class F>
-void wait(F&& arrived) {
+void wait(F&& arrived_within) {
+  if (arrived_within(0)) return;
   for (;;) {
     bool done;
     {
       nb::gil_scoped_release release;
-      done = arrived();
+      done = arrived_within(kSliceMs);
     }
     if (done) return;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -121,17 +123,17 @@ void bind_worker(nb::module_& m) {
       .def("cancel",
            [](so::Worker& w) {
              const std::int64_t id = w.cancel();
-             wait([&] { return w.wait_cancel(id, kSliceMs); });
+             wait([&](int ms) { return w.wait_cancel(id, ms); });
            })
       .def("wait_verdict",
-           [](so::Worker& w, std::int64_t sequence) { wait([&] { return w.wait_verdict(sequence, kSliceMs); }); })
+           [](so::Worker& w, std::int64_t sequence) { wait([&](int ms) { return w.wait_verdict(sequence, ms); }); })
       .def("wait_bucket",
            [](so::Worker& w, int bucket, std::int64_t sequence) {
-             wait([&] { return w.wait_bucket(bucket, sequence, kSliceMs); });
+             wait([&](int ms) { return w.wait_bucket(bucket, sequence, ms); });
            })
       .def("bucket_done",
            [](so::Worker& w, int bucket, std::int64_t sequence) { return w.wait_bucket(bucket, sequence, 0); })
-      .def("wait_idle", [](so::Worker& w) { wait([&] { return w.wait_idle(kSliceMs); }); })
+      .def("wait_idle", [](so::Worker& w) { wait([&](int ms) { return w.wait_idle(ms); }); })
       .def("verdict",
            [](so::Worker& w) {
              const so::Verdict v = w.verdict();

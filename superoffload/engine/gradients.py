@@ -1,5 +1,8 @@
 """From autograd to the bucket's held gradient: hooks copy each gradient into its bucket's ring slot and drop it; a full
 bucket gets its norm partials and goes down the link while backward continues.
+
+A hook runs once for each parameter and step, so it asks torch for as little as it can. Every operation costs launching
+time, and each one, a view too, gives Python's lock away: beside a thread that runs Python it is a wait to get it back.
 """
 
 from __future__ import annotations
@@ -23,17 +26,40 @@ SECOND_BACKWARD = (
 )
 
 
+class _Landing:
+    """Where a bucket's gradient is gathered on the device, with its parts as views that are made once."""
+
+    def __init__(self, flat: torch.Tensor):
+        self.flat = flat
+        self._parts: dict[Segment, torch.Tensor] = {}
+
+    def part(self, p: ManagedParam, segment: Segment) -> torch.Tensor:
+        """Of one segment: in the shape of the parameter that it is the whole of, else flat."""
+        view = self._parts.get(segment)
+        if view is None:
+            view = self.flat[segment.start : segment.start + segment.numel]
+            if len(p.places) == 1:
+                view = view.view(p.param.shape)
+            self._parts[segment] = view
+        return view
+
+
 class _Slot:
-    """One landing buffer on the device."""
+    """One landing buffer on the device, for one bucket after another."""
 
     def __init__(self, nbytes: int, device: Device):
         self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device.device)
         self.sent = device.new_event()
         self.used = False
+        self._landings: dict[int, _Landing] = {}
 
-    def view(self, state: BucketState) -> torch.Tensor:
-        dtype = state.grad.dtype
-        return self.buffer[: state.layout.numel * dtype.itemsize].view(dtype)
+    def landing(self, state: BucketState) -> _Landing:
+        found = self._landings.get(state.index)
+        if found is None:
+            dtype = state.grad.dtype
+            found = _Landing(self.buffer[: state.layout.numel * dtype.itemsize].view(dtype))
+            self._landings[state.index] = found
+        return found
 
 
 class GradientCollector:
@@ -53,6 +79,7 @@ class GradientCollector:
         slots = ring_slots([b.layout for b in arenas.cpu_buckets], at_once=arenas.plan.compile_blocks)
         self._free = [_Slot(self._slot_bytes, device) for _ in range(slots if self._slot_bytes else 0)]
         self._open: dict[int, _Slot] = {}
+        self._kept = {b.index: _Landing(b.grad) for b in arenas.buckets if b.retained}
         self._pending: dict[int, list[Segment]] = {}
         self._adds: dict[int, list[Segment]] = {}
         """Pending segments that have a held gradient to be added to."""
@@ -108,12 +135,17 @@ class GradientCollector:
         self._live.add(p.index)
         if last:
             self._final.add(p.index)
-        flat = grad.detach().reshape(-1)
+        if grad.requires_grad:
+            grad = grad.detach()
+        pieces = [grad]
+        if len(p.places) > 1:
+            flat = grad.reshape(-1)
+            pieces = [flat[s.offset : s.offset + s.numel] for _, s in p.places]
         p.param.grad = None
         filled: list[BucketState] = []
-        for index, segment in p.places:
+        for (index, segment), piece in zip(p.places, pieces, strict=True):
             state = self._arenas.buckets[index]
-            self._land(state, segment, flat[segment.offset : segment.offset + segment.numel], again)
+            self._land(state, p, segment, piece, again)
             if len(self._pending[index]) == len(state.layout.segments):
                 with profiled(f"send bucket {index}"):
                     self._flush(state, last=last)
@@ -154,10 +186,10 @@ class GradientCollector:
         self._sent.clear()
         self.consumed()
 
-    def _land(self, state: BucketState, segment: Segment, piece: torch.Tensor, again: bool) -> None:
-        """Put one segment's gradient where its bucket is gathered."""
-        span = slice(segment.start, segment.start + segment.numel)
-        target = (state.grad if state.retained else self._landing(state))[span]
+    def _land(self, state: BucketState, p: ManagedParam, segment: Segment, piece: torch.Tensor, again: bool) -> None:
+        """Put one segment of `p`'s gradient where its bucket is gathered."""
+        landing = self._kept[state.index] if state.retained else self._landing(state)
+        target = landing.part(p, segment)
         pending = self._pending.setdefault(state.index, [])
         here = segment in pending
         if again and (here or state.retained):
@@ -169,7 +201,7 @@ class GradientCollector:
         if not here:
             pending.append(segment)
 
-    def _landing(self, state: BucketState) -> torch.Tensor:
+    def _landing(self, state: BucketState) -> _Landing:
         slot = self._open.get(state.index)
         if slot is None:
             if not self._free:  # gradients came in an unexpected order: send the bucket that has waited longest
@@ -180,7 +212,7 @@ class GradientCollector:
             if slot.used:
                 self._device.compute_waits(slot.sent)  # its last bucket must have left before it is overwritten
             self._open[state.index] = slot
-        return slot.view(state)
+        return slot.landing(state)
 
     def _flush(self, state: BucketState, *, last: bool) -> None:
         """Send a bucket's pending segments on their way, with their partial sums if these are the final gradients."""
@@ -198,7 +230,7 @@ class GradientCollector:
             if last:
                 self._sum(state, state.grad, segments, whole)
             return
-        landed, slot = self._landing(state), self._open.pop(state.index)
+        landed, slot = self._landing(state).flat, self._open.pop(state.index)
         if last and not adds:
             self._sum(state, landed, segments, whole)
         self._device.down_waits_for_compute()
@@ -209,8 +241,8 @@ class GradientCollector:
                     self._sum(state, landed, segments, whole)
                     self.sums_on_download = True
             start = self._recorder.mark(self._device, on="down")
-            for span in _spans(segments, whole):
-                state.grad[span].copy_(landed[span], non_blocking=True)
+            for held, part in zip(_parts(state.grad, segments, whole), _parts(landed, segments, whole), strict=True):
+                held.copy_(part, non_blocking=True)
             end = self._recorder.mark(self._device, on="down")
         self._device.record_down(slot.sent)
         slot.used = True
@@ -231,17 +263,18 @@ class GradientCollector:
             self._fetched = torch.zeros(self._slot_bytes, dtype=torch.uint8, device=self._device.device)
         held = self._fetched[: state.layout.numel * state.grad.element_size()].view(state.grad.dtype)
         start = self._recorder.mark(self._device, on="down")
-        for span in _spans(segments, len(segments) == len(state.layout.segments)):
-            held[span].copy_(state.grad[span], non_blocking=True)
+        whole = len(segments) == len(state.layout.segments)
+        for up, part in zip(_parts(held, segments, whole), _parts(state.grad, segments, whole), strict=True):
+            up.copy_(part, non_blocking=True)
         nbytes = sum(s.numel for s in segments) * state.grad.element_size()
         end = self._recorder.mark(self._device, on="down")
         self._recorder.add("link_up", "fetch", start, end, bucket=state.index, nbytes=nbytes)
         return held
 
     def _add_held(self, state: BucketState, landed: torch.Tensor, segments: list[Segment]) -> None:
-        held = self._fetch(state, segments)
-        for span in _spans(segments, len(segments) == len(state.layout.segments)):
-            _add(landed[span], held[span], state.weights.dtype)
+        held, whole = self._fetch(state, segments), len(segments) == len(state.layout.segments)
+        for target, addend in zip(_parts(landed, segments, whole), _parts(held, segments, whole), strict=True):
+            _add(target, addend, state.weights.dtype)
 
     def _sum_again(self, state: BucketState, segments: list[Segment]) -> None:
         if state.retained:
@@ -281,9 +314,9 @@ class GradientCollector:
         return slots + self.partials.numel() * 8 + (0 if self._fetched is None else self._fetched.numel())
 
 
-def _spans(segments: list[Segment], whole: bool) -> list[slice]:
-    """The elements of some segments of a bucket; of all of them in one piece."""
-    return [slice(None)] if whole else [slice(s.start, s.start + s.numel) for s in segments]
+def _parts(flat: torch.Tensor, segments: list[Segment], whole: bool) -> list[torch.Tensor]:
+    """Some segments of a bucket's tensor; all of them as one piece."""
+    return [flat] if whole else [flat[s.start : s.start + s.numel] for s in segments]
 
 
 def _add(target: torch.Tensor, addend: torch.Tensor, dtype: torch.dtype) -> None:

@@ -100,8 +100,11 @@ class RetainedUpdate:
         self._recorder.add("link_down", "copy_down", start, end, bucket=b.index, nbytes=stage.nbytes)
 
     def _launch(self, b: BucketState, span: slice, h: Hyper, count: int, scale: float) -> None:
-        weights = None if b.layout.dtype == "float32" or b.flow else b.weights[span]
-        arrays = (b.master[span], b.exp_avg[span], b.exp_avg_sq[span], b.grad[span])
+        weights = None if b.layout.dtype == "float32" or b.flow else b.weights
+        arrays = (b.master, b.exp_avg, b.exp_avg_sq, b.grad)
+        if (span.start, span.stop) != (0, b.layout.numel):
+            weights = None if weights is None else weights[span]
+            arrays = (b.master[span], b.exp_avg[span], b.exp_avg_sq[span], b.grad[span])
         if self._judge is None:
             adam_step(*arrays, **h._asdict(), step=count, grad_scale=scale, out16=weights)
             return

@@ -23,17 +23,19 @@ class Speculation:
     def __init__(self, arenas: Arenas, device: Device, worker: WorkerFace, readers: Sequence[set[int]],
                  device_partials: torch.Tensor, host_partials: torch.Tensor):  # fmt: skip
         self._arenas, self._device, self._worker, self._readers = arenas, device, worker, readers
-        self._device_partials, self._host_partials = device_partials, host_partials
         self.open = False
         self.arrived: list[BucketState] = []
         """Buckets whose weights may be those of the step that has begun."""
         self._blocks: set[int] = set()
         self._value = 0
-        self._tickets = arenas.host.zeros(len(arenas.buckets), torch.int64, pinned=True)
-        self.tensors = [self._tickets]
+        tickets = arenas.host.zeros(len(arenas.buckets), torch.int64, pinned=True)
+        self.tensors = [tickets]
         if device.is_cuda:
             self._device_value = torch.zeros(1, dtype=torch.int64, device=device.device)
-        self._ranges = [self._partial_range(b) for b in arenas.buckets]
+        # Views are made once: one less call of torch in a gradient's hook is one less chance to lose Python's lock.
+        self._tickets = [(one, one.data_ptr()) for one in tickets.split(1)]
+        ranges = [self._partial_range(b) for b in arenas.buckets]
+        self._partials = [(host_partials[span], device_partials[span]) for span in ranges]
 
     def _partial_range(self, state: BucketState) -> slice:
         """From the bucket's first partial sum to its last. What other buckets have in between is copied along: where
@@ -61,11 +63,12 @@ class Speculation:
         if not self._device.is_cuda:
             self._worker.arrive(state.index, 0, 0)
             return
-        span = self._ranges[state.index]
+        on_host, on_device = self._partials[state.index]
+        ticket, address = self._tickets[state.index]
         with self._device.down_stream():
-            self._host_partials[span].copy_(self._device_partials[span], non_blocking=True)
-            self._tickets[state.index : state.index + 1].copy_(self._device_value, non_blocking=True)
-        self._worker.arrive(state.index, self._tickets[state.index].data_ptr(), self._value)
+            on_host.copy_(on_device, non_blocking=True)
+            ticket.copy_(self._device_value, non_blocking=True)
+        self._worker.arrive(state.index, address, self._value)
 
     def touches(self, block: int) -> bool:
         """Whether `block` might read weights of the step that is not yet one."""

@@ -40,6 +40,7 @@ from superoffload.engine.retained import RetainedUpdate
 from superoffload.engine.speculation import Speculation
 from superoffload.engine.start import Start
 from superoffload.engine.stats import StepLog
+from superoffload.engine.switch_interval import ShortTurns
 from superoffload.engine.weights import Weights, who_reads_what
 from superoffload.engine.worker import Lifeline, WorkerFace
 from superoffload.errors import EngineError, InputError, NotSupported
@@ -95,6 +96,7 @@ class Engine:
         self.close = weakref.finalize(self, life.end)
         """Remove hooks, stop the worker, unpin memory. The parameters stay where they are, as ordinary tensors. Runs by
         itself when the engine is dropped."""
+        life.handles.append(ShortTurns())
         self.recorder = life.recorder = Recorder(self.device, on=trace)
         self.worker = life.worker = WorkerFace(plan.adam_threads, self.arenas, self.device, trace=trace)
         self.collector = GradientCollector(self.arenas, self.device, self.recorder, self.worker)
