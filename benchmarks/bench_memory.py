@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_step import machine
-from memory_modes import RUNS
+from memory_modes import RUNS, file_stem
 
 LISTS = {"layers": int, "gpu_gb": float, "tokens": int, "seq": int}
 
@@ -55,13 +55,13 @@ def one(args: argparse.Namespace, kind: str, values: dict[str, str]) -> dict[str
         "set",
         "device",
         "loss_factor",
+        "plans",
     ):
         command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
     if args.trace and kind == "engine":
         Path(args.trace).mkdir(parents=True, exist_ok=True)
-        name = args.model or f"{values['layers']}-layers"
-        file = f"memory_{name}_{float(values['gpu_gb']):.0f}gb_{values['tokens']}_{values['seq']}.json"
-        command += ["--trace", str(Path(args.trace) / file)]
+        stem = file_stem(argparse.Namespace(**{**vars(args), **values}))
+        command += ["--trace", str(Path(args.trace) / f"{stem}.json")]
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=args.timeout, env=env)
@@ -126,6 +126,7 @@ def main() -> None:
     )
     parser.add_argument("--set", default="", help="plan fields, comma-separated: speculate=off,master=split")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--plans", default="", help="folder: plans are read from there, and put there once made")
     parser.add_argument("--trace", default="", help="folder for measured traces; as a child, the file")
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--out", default="")

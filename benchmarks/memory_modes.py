@@ -47,6 +47,12 @@ def shape_of(args: argparse.Namespace) -> ModelSpec:
                      kv_heads=40, head_dim=128, vocab=32000)  # fmt: skip
 
 
+def file_stem(args: argparse.Namespace) -> str:
+    """Name of a run, for its files."""
+    model = args.model or f"{args.layers}-layers"
+    return f"memory_{model}_{float(args.gpu_gb):.0f}gb_{args.tokens}_{args.seq}"
+
+
 def build(shape: ModelSpec, seq: int, *, empty: bool) -> torch.nn.Module:
     """The Llama of that shape in bf16, without weights or with random ones."""
     from accelerate import init_empty_weights
@@ -66,7 +72,7 @@ def build(shape: ModelSpec, seq: int, *, empty: bool) -> torch.nn.Module:
 
 
 def planned(args: argparse.Namespace) -> tuple[ModelSpec, Profile, Plan]:
-    """The plan that the cost model makes, for the memory that is allowed."""
+    """The plan that the cost model makes, for the memory that is allowed; read where it has been made already."""
     hw: Hardware = Hardware.load(args.hardware) if Path(args.hardware).is_file() else resolve(args.hardware)
     hw = hw.replace(gpu=hw.gpu.replace(memory_gb=args.gpu_gb or hw.gpu.memory_gb),
                     cpu=hw.cpu.replace(memory_gb=args.host_gb or hw.cpu.memory_gb))  # fmt: skip
@@ -75,7 +81,14 @@ def planned(args: argparse.Namespace) -> tuple[ModelSpec, Profile, Plan]:
     if args.micro_batch:
         fields["micro_batch"] = args.micro_batch
     profile = estimate(shape, micro_batch=1, seq_len=args.seq, hardware=hw)
-    plan = make_plan(profile, adam_threads=args.threads or None, tokens=args.tokens, **fields)
+    made = Path(args.plans or ".") / f"{file_stem(args)}.json"
+    if args.plans and made.is_file():
+        plan = Plan.load(made)
+    else:
+        plan = make_plan(profile, adam_threads=args.threads or None, tokens=args.tokens, **fields)
+        if args.plans:
+            made.parent.mkdir(parents=True, exist_ok=True)
+            plan.save(made)
     return shape, rescale(profile, micro_batch=plan.micro_batch), plan
 
 
@@ -131,7 +144,7 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
     row["host_memory_of_the_optimizer"] = {"ledger_gb": round(opt.memory().total("host") / 1e9, 3),
                                            "kernel_gb": round(anonymous_gb() - before, 3)}  # fmt: skip
     x = _tokens(shape, plan, args.device)
-    marks, losses = [], []
+    marks, losses = [time.perf_counter()], []
     for _ in range(args.steps + args.warmup):
         for k in range(plan.accumulation):
             with opt.no_sync() if k < plan.accumulation - 1 else contextlib.nullcontext():
@@ -144,7 +157,7 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
         marks.append(time.perf_counter())
         losses.append(round(float(loss.detach()), 4))
     opt.synchronize()
-    steps = [b - a for a, b in itertools.pairwise(marks[args.warmup - 1 :])]
+    steps = [b - a for a, b in itertools.pairwise(marks[args.warmup :])]
     step_s = statistics.median(steps)
     row.update(step_s=round(step_s, 3), steps_s=[round(s, 3) for s in steps], losses=losses)
     row["tokens_per_s"] = round(plan.tokens_per_step / step_s)
@@ -164,6 +177,15 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
         if len(trace.events) < 30000:
             Path(args.trace).write_text(trace.to_json(indent=None))
     return row
+
+
+def run_plan(args: argparse.Namespace) -> dict[str, Any]:
+    """The plan alone, and what is predicted of it; with --plans it is kept there for other kinds and machines."""
+    shape, profile, plan = planned(args)
+    account, step = ledger(profile, plan), simulate(profile, plan)
+    return {"model": shape.name, "plan": {k: getattr(plan, k) for k in plan.knobs()},
+            "predicted": {"step_s": round(step.step_s, 3), "gpu_gb": round(account.total("gpu") / 1e9, 2),
+                          "host_gb": round(account.total("host") / 1e9, 2)}}  # fmt: skip
 
 
 def run_limit(args: argparse.Namespace) -> dict[str, Any]:
@@ -244,4 +266,4 @@ def run_zero_offload(args: argparse.Namespace) -> dict[str, Any]:
                          "host_gb": round(host_peak_gb(), 2)}}  # fmt: skip
 
 
-RUNS = {"engine": run_engine, "limit": run_limit, "zero-offload": run_zero_offload}
+RUNS = {"plan": run_plan, "engine": run_engine, "limit": run_limit, "zero-offload": run_zero_offload}

@@ -26,7 +26,15 @@ peer_tools() {
 
 for what in "$@"; do
   case $what in
-    tests) timeout 280 python3 -m pytest tests/gpu -q 2>&1 | tee "$out/tests.log" | tail -n 40 ;;
+    tests) # one process a file: device time is dear, and they are far from filling the device
+      for file in tests/gpu/test_*.py; do
+        timeout 280 python3 -m pytest "$file" -q >"$out/$(basename "$file" .py).log" 2>&1 &
+      done
+      wait
+      for log in "$out"/test_*_gpu.log; do
+        echo "== $(basename "$log" .log)"
+        grep -E '^(FAILED|ERROR)|passed|failed|error' "$log" | tail -n 12
+      done ;;
     step:*)
       IFS=: read -r _ tokens modes <<<"$what"
       python3 benchmarks/bench_step.py ${STEPS:+--steps "$STEPS"} --tokens "$tokens" --modes "${modes//+/:}" --trace "$out/traces" --out "$out/step_$tokens.json" ;;
@@ -38,10 +46,13 @@ for what in "$@"; do
     sanitize) # torch's own check of what Python shows it: streams, events, tensors
       TORCH_CUDA_SANITIZER=1 timeout 200 python3 -m pytest tests/gpu/test_speculation_gpu.py tests/gpu/test_engine_gpu.py -q \
         -k "changes_no_bit or late_verdict or accumulation or zero_grad" 2>&1 | tee "$out/sanitize.log" | tail -n 30 ;;
-    busy) # beside a thread that never lets go of Python's lock a step of all layers takes half a minute: four of them
-      python3 benchmarks/bench_step.py --size 3b-4-layers --tokens 8192 --steps 3 --warmup 2 --mode-timeout 200 \
-        --modes limit,engine:50:speculate=on:loss=0.05,limit:busy=1,engine:50:speculate=on:loss=0.05:busy=1 \
-        --trace "$out/traces" --out "$out/step_busy.json" ;;
+    busy) # beside a thread that never lets go of Python's lock; at Python's own 5 ms a step of all layers takes minutes
+      python3 benchmarks/bench_step.py --size 3b-4-layers --tokens 8192 --steps 3 --warmup 2 --mode-timeout 120 \
+        --modes limit,engine:50:speculate=on:loss=0.05,limit:busy=1,engine:50:speculate=on:loss=0.05:busy=1:trace=0:interval_ms=5,limit:busy=1:interval_ms=0.1,engine:50:speculate=on:loss=0.05:busy=1:trace=0 \
+        --out "$out/step_busy.json"
+      python3 benchmarks/bench_step.py --tokens 32768 --steps 4 --warmup 2 --mode-timeout 120 \
+        --modes limit,limit:busy=1:interval_ms=0.1,engine:10:speculate=on:loss=0.05:busy=1:trace=0,engine:10:speculate=on:loss=0.05:busy=1 \
+        --trace "$out/traces" --out "$out/step_busy_32k.json" ;;
     probe) python3 -m superoffload probe --refresh --out "$out/probe.json" ;;
     *) echo "unknown: $what" >&2; exit 2 ;;
   esac
