@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=0, help="0: the plan chooses")
     parser.add_argument("--seq", default="4096")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--warmup", type=int, default=2, help="steps of one micro-batch; the first never speculates")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument(
         "--loss-factor",

@@ -145,11 +145,13 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
                                            "kernel_gb": round(anonymous_gb() - before, 3)}  # fmt: skip
     x = _tokens(shape, plan, args.device)
     marks, losses = [time.perf_counter()], []
-    for _ in range(args.steps + args.warmup):
-        for k in range(plan.accumulation):
-            with opt.no_sync() if k < plan.accumulation - 1 else contextlib.nullcontext():
+    for i in range(args.warmup + args.steps):
+        # Warm-up takes one micro-batch a step. What the step after it meets is the same: the last micro-batch's Adam.
+        micro_batches = plan.accumulation if i >= args.warmup else 1
+        for k in range(micro_batches):
+            with opt.no_sync() if k < micro_batches - 1 else contextlib.nullcontext():
                 loss = model(input_ids=x, labels=x).loss
-                (loss * (args.loss_factor / plan.accumulation)).backward()
+                (loss * (args.loss_factor / micro_batches)).backward()
         opt.step()
         opt.zero_grad()
         if cuda:

@@ -23,6 +23,15 @@ Chunk = tuple[int, int, int]
 """First element in the bucket, elements, index among the partial sums."""
 
 
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """`target.copy_(source, non_blocking=True)` for one that is called in every gradient's hook.
+
+    Beside a thread that runs Python it waits once for Python's lock, where `copy_` waits four times: torch (2.11) takes
+    the lock back for each reference that it counts to a tensor Python knows, and counts fewer for a list of them.
+    """
+    torch._foreach_copy_([target], [source], non_blocking=True)
+
+
 class HostDevice:
     """The CPU in the GPU's place. Streams do not exist: work is done when the call returns."""
 
@@ -302,4 +311,4 @@ def with_index(device: torch.device) -> torch.device:
     return device
 
 
-__all__ = ["Chunk", "CudaDevice", "Device", "HostDevice", "device_for", "with_index"]
+__all__ = ["Chunk", "CudaDevice", "Device", "HostDevice", "copy", "device_for", "with_index"]

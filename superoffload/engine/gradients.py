@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
-from superoffload.engine.device import Device
+from superoffload.engine.device import Device, copy
 from superoffload.engine.recorder import Recorder, profiled
 from superoffload.engine.worker import WorkerFace
 from superoffload.layout import Segment, ring_slots
@@ -195,7 +195,7 @@ class GradientCollector:
         if again and (here or state.retained):
             _add(target, piece, state.weights.dtype)
         else:
-            target.copy_(piece)
+            copy(target, piece)
             if again:
                 self._adds.setdefault(state.index, []).append(segment)
         if not here:
@@ -242,7 +242,7 @@ class GradientCollector:
                     self.sums_on_download = True
             start = self._recorder.mark(self._device, on="down")
             for held, part in zip(_parts(state.grad, segments, whole), _parts(landed, segments, whole), strict=True):
-                held.copy_(part, non_blocking=True)
+                copy(held, part)
             end = self._recorder.mark(self._device, on="down")
         self._device.record_down(slot.sent)
         slot.used = True
@@ -265,7 +265,7 @@ class GradientCollector:
         start = self._recorder.mark(self._device, on="down")
         whole = len(segments) == len(state.layout.segments)
         for up, part in zip(_parts(held, segments, whole), _parts(state.grad, segments, whole), strict=True):
-            up.copy_(part, non_blocking=True)
+            copy(up, part)
         nbytes = sum(s.numel for s in segments) * state.grad.element_size()
         end = self._recorder.mark(self._device, on="down")
         self._recorder.add("link_up", "fetch", start, end, bucket=state.index, nbytes=nbytes)

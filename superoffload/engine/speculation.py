@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
-from superoffload.engine.device import Device
+from superoffload.engine.device import Device, copy
 from superoffload.engine.worker import WorkerFace
 
 
@@ -66,8 +66,8 @@ class Speculation:
         on_host, on_device = self._partials[state.index]
         ticket, address = self._tickets[state.index]
         with self._device.down_stream():
-            on_host.copy_(on_device, non_blocking=True)
-            ticket.copy_(self._device_value, non_blocking=True)
+            copy(on_host, on_device)
+            copy(ticket, self._device_value)
         self._worker.arrive(state.index, address, self._value)
 
     def touches(self, block: int) -> bool:

@@ -406,8 +406,9 @@ class Engine:
         for b in self.arenas.cpu_buckets:
             b.sequence = sequence
         self._unsettled = True
-        self._retained.update(arguments, active.tolist(), counts, lambda: self.worker.wait_verdict(self.sequence))
-        self.weights.bump([p for p in self.params if active[p.index]])
+        taken: list[int] = active.tolist()
+        self._retained.update(arguments, taken, counts, lambda: self.worker.wait_verdict(self.sequence))
+        self.weights.bump([p for p in self.params if taken[p.index]])
         self.collector.consumed()
 
     def _describe(self, sequence: int, arguments: StepSettings) -> Any:
