@@ -54,13 +54,17 @@ class Room:
         most = self.host_over(at(total))
         if most > 0:
             return at(total)
-        # Nearly in proportion: the last bucket may be smaller than the others.
-        n = min(total, -(-over * total // (over - most)))
-        while self.host_over(at(n)) > 0:
-            n += 1
-        while n and self.host_over(at(n - 1)) <= 0:
-            n -= 1
-        return at(n)
+        # The first guess is in proportion, which is right but for the last, smaller bucket. Where only some buckets
+        # have undo memory it may be far off, so the strides double until the answer lies between two of them.
+        low, high, n, stride = 0, total, -(-over * total // (over - most)), 1
+        while high - low > 1:
+            n = n if low < n < high else (low + high) // 2
+            if self.host_over(at(n)) > 0:
+                low, n = n, n + stride
+            else:
+                high, n = n, n - stride
+            stride *= 2
+        return at(high)
 
     def can_fit(self, plan: Plan) -> bool:
         """Whether some choice of the open fields makes the plan fit, `speculate` as it is."""

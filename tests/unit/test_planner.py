@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import re
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from superoffload import graph, planner, simulator
+from superoffload import graph, planner, planner_room, simulator
 from superoffload.activation_costs import peaks
 from superoffload.errors import DoesNotFit, InputError
 from superoffload.fitting import nearest_fit, spread_layers
 from superoffload.hardware import preset
 from superoffload.loss_costs import MIN_CHUNK_TOKENS, enough_chunks, in_chunks
-from superoffload.memory import HOST_RESERVE_BYTES, ledger
+from superoffload.memory import HOST_RESERVE_BYTES, Ledger, ledger
 from superoffload.model import ModelSpec
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
@@ -477,3 +478,33 @@ def test_what_fits_only_with_a_divided_loss_is_found() -> None:
     nearest = nearest_fit(small, plan.model_copy(update={"loss_chunks": 1}))
     assert nearest is not None
     assert nearest.loss_chunks > 1
+
+
+@pytest.mark.parametrize("undo_buckets", [None, 250])
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.95, 1.0])
+def test_the_fewest_retained_buckets_that_relieve_the_host_are_found_quickly(
+    share: float, undo_buckets: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only some buckets have undo memory, so that not each retained one saves as much."""
+    profile = estimate("paper-8b", micro_batch=1, seq_len=512, hardware="gh200")
+    plan = Plan(micro_batch=1, seq_len=512, speculate="on", undo_buckets=undo_buckets)
+    total = len(graph.buckets_of(profile, plan.bucket_mb))
+
+    def host(n: int) -> int:
+        return ledger(profile, plan.model_copy(update={"retained_buckets": n})).total("host")
+
+    most, least = host(0), host(total)
+    capacity = (least + share * (most - least)) / GB
+    cpu = profile.hardware.cpu.replace(memory_gb=capacity)
+    small = profile.replace(hardware=profile.hardware.replace(cpu=cpu), context={})
+    expected = next(n for n in range(total + 1) if host(n) <= round(small.hardware.cpu.memory_gb * GB))
+    asked = 0
+
+    def counted(*given: Any) -> Ledger:
+        nonlocal asked
+        asked += 1
+        return ledger(*given)
+
+    monkeypatch.setattr(planner_room, "ledger", counted)
+    assert planner_room.Room(small, ()).relieving_host(plan).retained_buckets == expected
+    assert asked < 16, "walks from one number to the next"
