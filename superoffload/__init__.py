@@ -27,6 +27,7 @@ _HOME = {
     "make_plan": "planner",
     "search": "autotune",
     "simulate": "simulator",
+    "calibrate": "calibration",
     "OffloadAdamW": "engine",
     "chunked_cross_entropy": "engine",
     # records
@@ -38,6 +39,7 @@ _HOME = {
     "Ledger": "memory",
     "SearchResult": "search_result",
     "Trace": "tracing",
+    "Calibration": "calibration",
     "TunedConfig": "config",
     "ModelRef": "config",
     "OptimizerConfig": "config",
@@ -56,6 +58,7 @@ would replace the function in this namespace by the module."""
 if TYPE_CHECKING:
     from superoffload import hardware, model
     from superoffload.autotune import search
+    from superoffload.calibration import Calibration, calibrate
     from superoffload.config import ModelRef, OptimizerConfig, TrainingConfig, TunedConfig
     from superoffload.engine import OffloadAdamW, chunked_cross_entropy
     from superoffload.errors import (
@@ -79,6 +82,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockProfile",
+    "Calibration",
     "DoesNotFit",
     "EngineError",
     "Hardware",
@@ -98,6 +102,7 @@ __all__ = [
     "TrainingConfig",
     "TunedConfig",
     "__version__",
+    "calibrate",
     "chunked_cross_entropy",
     "estimate",
     "hardware",

@@ -139,6 +139,12 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--source", metavar="MODEL", help="where the config's weights come from")
     sub.set_defaults(gpu_budget_gb=None, gguf_file=None)
 
+    sub = command("calibrate", planning.calibrate, "correct a profile by a measured step, and say where it was off")
+    sub.add_argument("--profile", required=True, metavar="FILE", help="the profile of the model that was measured")
+    sub.add_argument("--trace", required=True, metavar="FILE", help="the measured step: opt.trace().save(FILE)")
+    sub.add_argument("--out", metavar="FILE", help="write the corrected profile here")
+    sub.add_argument("--history", metavar="FILE", help="append the corrections here, and show how they went over time")
+
     sub = command("train", running.train, "train with a tuned config; writes logs and checkpoints into a folder")
     sub.add_argument("--config", required=True, metavar="FILE", help="a tuned config")
     sub.add_argument("--data", required=True, metavar="FILE_OR_DATASET", help="text, JSON lines, or a Hugging Face id")

@@ -1,5 +1,5 @@
-"""CLI commands of the planning half: probe, profile, plan, simulate, export. None of them needs torch, except to
-measure: `probe`, and `profile` of a real model."""
+"""CLI commands of the planning half: probe, profile, plan, simulate, calibrate, export. None of them needs torch, but
+those that measure: `probe`, and `profile` of a real model."""
 
 from __future__ import annotations
 
@@ -126,6 +126,22 @@ def simulate(args: argparse.Namespace) -> dict[str, Any]:
           f"(pinned {format_bytes(memory.total('pinned'))})")  # fmt: skip
     _save(trace.save, args.out, "trace")
     return {**trace.summary(), "out": args.out}
+
+
+def calibrate(args: argparse.Namespace) -> dict[str, Any]:
+    """``superoffload calibrate``: correct a profile by a measured step."""
+    from superoffload import calibration
+
+    found = calibration.calibrate(Profile.load(args.profile), Trace.load(args.trace))
+    print(f"{found.model} on {found.hardware}")
+    print("\n".join(f"  {line}" for line in found.lines()))
+    history: list[str] = []
+    if args.history:
+        found.remember(args.history)
+        history = calibration.drift(args.history, found)
+        print("\n".join(f"  {line}" for line in history))
+    _save(found.profile.save, args.out, "profile")
+    return {**found.summary(), "history": history, "out": args.out}
 
 
 def export(args: argparse.Namespace) -> dict[str, Any]:
