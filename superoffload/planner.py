@@ -55,7 +55,7 @@ def make_plan(profile: Profile, hardware: str | Hardware | None = None, *, check
     if knobs.get("tokens") is not None:
         return _of_tokens(profile, dict(knobs), check=check)
     given = _given(profile, knobs)
-    chips = _arranged(profile, given)
+    chips = arranged(profile, given)
     check_chips(profile.hardware, Plan(**chips))
     profile = rescale(
         profile,
@@ -83,7 +83,7 @@ def _of_tokens(profile: Profile, knobs: dict[str, Any], *, check: bool) -> Plan:
     seq_len = knobs.get("seq_len") or profile.seq_len
     if not _whole(tokens) or tokens < 1 or tokens % seq_len:
         raise InputError(f"tokens = {tokens!r}", expected=f"a multiple of the sequence length, {seq_len}")
-    groups = _arranged(profile, knobs)["data_parallel"]
+    groups = arranged(profile, knobs)["data_parallel"]
     if tokens % (seq_len * groups):
         raise InputError(
             f"tokens = {tokens} with data_parallel = {groups}", expected=f"a multiple of {groups} x {seq_len} tokens"
@@ -124,7 +124,7 @@ def _of_tokens(profile: Profile, knobs: dict[str, Any], *, check: bool) -> Plan:
     return plan.model_copy(update={"reasons": {**plan.reasons, **reasons}})
 
 
-def _arranged(profile: Profile, given: dict[str, Any]) -> dict[str, int]:
+def arranged(profile: Profile, given: dict[str, Any]) -> dict[str, int]:
     """How the chips are used: as given; else those that share the profile's sequences share the plan's, and all others
     have sequences of their own."""
     there = profile.hardware.interconnect.chips if profile.hardware.interconnect else 1
@@ -176,7 +176,7 @@ class _Chooser:
         fields: dict[str, Any] = {
             "micro_batch": self.profile.micro_batch,
             "seq_len": self.profile.seq_len,
-            **_arranged(self.profile, self.given),
+            **arranged(self.profile, self.given),
             **self.given,
         }
         for name, choose in (("bucket_mb", self._bucket_mb), ("adam_threads", self._threads)):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from superoffload import graph, hardware, simulator
+from superoffload.autotune import search
 from superoffload.errors import InputError, NotSupported
 from superoffload.export import chrome_trace
 from superoffload.graph import VERDICT_S
@@ -422,3 +423,15 @@ def test_more_chips_share_the_optimizer() -> None:
         profile = estimate("llama-7b", micro_batch=1, seq_len=2048, hardware=name)
         seconds[name] = simulator.step_seconds(profile, make_plan(profile, retained_buckets=0, activations="full"))
     assert seconds["gh200-quad"] > seconds["gh200-quad-x2"] > seconds["gh200-quad-x4"]
+
+
+def test_a_search_keeps_the_arrangement_and_counts_the_tokens_of_all_groups() -> None:
+    profile = estimate("paper-1b", micro_batch=1, seq_len=2048, hardware="gh200-quad-x8")
+    found = search(profile, tokens=8 * 2048, trials=30, sequence_parallel=2)
+    assert found.best is not None
+    assert {(t.plan.data_parallel, t.plan.sequence_parallel) for t in found.trials} == {(4, 2)}
+    assert {t.plan.tokens_per_step for t in found.trials} == {8 * 2048}
+    assert found.best.tokens_per_s == pytest.approx(simulate(profile, found.best.plan).tokens_per_s, rel=1e-9)
+    assert found.best.mfu == pytest.approx(simulate(profile, found.best.plan).mfu, rel=1e-9)
+    with pytest.raises(InputError, match="a multiple of 4 x seq_len = 2048"):
+        search(profile, tokens=6 * 2048, sequence_parallel=2)
