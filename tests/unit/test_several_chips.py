@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import random
 from collections import Counter
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +29,7 @@ from superoffload.tracing import Lane, Trace, drawn_lanes
 
 EXACT = 1e-6
 NEAR = 1e-3
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/many_superchips_2026-11-30.json"
 FOUR_LANES: tuple[Lane, ...] = ("gpu", "link_down", "link_up", "cpu_adam")
 
 
@@ -435,3 +438,17 @@ def test_a_search_keeps_the_arrangement_and_counts_the_tokens_of_all_groups() ->
     assert found.best.mfu == pytest.approx(simulate(profile, found.best.plan).mfu, rel=1e-9)
     with pytest.raises(InputError, match="a multiple of 4 x seq_len = 2048"):
         search(profile, tokens=6 * 2048, sequence_parallel=2)
+
+
+def test_the_published_results_are_those_of_this_model() -> None:
+    """The plan of the results file, simulated again: a change of the model makes the file and the page out of date."""
+    results = json.loads(RESULTS.read_text())
+    assert results["status"] == "modelled"
+    row = next(r for r in results["a_million_tokens"] if r["hardware"] == "gh200-quad-x8")
+    plan = Plan.from_dict(row["plan"])
+    profile = estimate("paper-13b", micro_batch=1, seq_len=2**20, hardware=row["hardware"], sequence_parallel=8)
+    trace = simulate(profile, plan)
+    assert trace.step_s == pytest.approx(row["step_s"], abs=0.05)
+    assert trace.mfu == pytest.approx(row["mfu"]["causal"], abs=1e-4)
+    assert trace.memory.fits
+    assert plan.chips == 8
