@@ -119,14 +119,14 @@ def simulate(args: argparse.Namespace) -> dict[str, Any]:
 
     prof = _profile_for(args)
     trace = simulator.simulate(prof, planner.make_plan(prof, **_chips(args, prof, _knobs(args.set))))
+    per_chip = " of each chip" if trace.plan.chips > 1 else ""
     print(f"{trace.model} on {trace.hardware} ({trace.source}): {format_seconds(trace.step_s)} per step, "
-          f"{trace.tokens_per_s:,.0f} tokens/s, {trace.model_tflops:.3g} model-TFLOP/s, "
+          f"{trace.tokens_per_s:,.0f} tokens/s, {trace.model_tflops / trace.plan.chips:.3g} model-TFLOP/s{per_chip}, "
           f"MFU {f'{trace.mfu:.1%}' if trace.peak_bf16_tflops else 'n/a'}, GPU busy {trace.gpu_busy:.0%}")  # fmt: skip
     for stall in sorted(trace.stalls, key=lambda s: -s.duration_s)[:STALLS_SHOWN]:
         print(f"  {stall.cause}")
     memory = trace.memory
-    each = " of each chip" if trace.plan.chips > 1 else ""
-    print(f"  memory{each}: GPU {format_bytes(memory.total('gpu'))}, host {format_bytes(memory.total('host'))} "
+    print(f"  memory{per_chip}: GPU {format_bytes(memory.total('gpu'))}, host {format_bytes(memory.total('host'))} "
           f"(pinned {format_bytes(memory.total('pinned'))})")  # fmt: skip
     _save(trace.save, args.out, "trace")
     return {**trace.summary(), "out": args.out}
