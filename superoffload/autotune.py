@@ -126,8 +126,9 @@ class _Search:
     ):
         self.asked = profile
         profile = within(profile, gpu_budget_gb, host_budget_gb)
-        profile = rescale(profile, seq_len=given.get("seq_len"))
-        sequences = sequences_per_step(profile, tokens, given)
+        chips = planner.arranged(profile, given)
+        profile = rescale(profile, seq_len=given.get("seq_len"), sequence_parallel=chips["sequence_parallel"])
+        sequences = sequences_per_step(profile, tokens, given, chips["data_parallel"])
         start = planner.make_plan(profile, check=False, **start_batch(profile, sequences, given), **given)
         named = {{"flow": "flow_blocks", "buckets": "bucket_mb"}.get(name, name) for name in given}
         fixed = named | ({"micro_batch"} if sequences is not None and "accumulation" in given else set())

@@ -100,6 +100,9 @@ def build_parser() -> argparse.ArgumentParser:
         _model_arguments(sub, required=False)
         sub.add_argument("--profile", metavar="FILE", help="plan for this profile instead of --model")
         sub.add_argument("--gpu-budget-gb", type=_positive_float, metavar="GB", help="plan as if the GPU had this much")
+        sub.add_argument("--chips", type=_positive_int, metavar="N", help="plan for N such Superchips (modelled only)")
+        sub.add_argument("--sequence-parallel", type=_positive_int, metavar="N", help="chips that share each sequence")
+        sub.add_argument("--data-parallel", type=_positive_int, metavar="N", help="groups with sequences of their own")
         sub.add_argument(
             "--set",
             action="append",

@@ -70,16 +70,19 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     """``superoffload plan``: let the cost model choose, and say why."""
     from superoffload import memory, planner
 
-    prof, knobs = _profile_for(args), _knobs(args.set)
+    prof = _profile_for(args)
+    knobs = _chips(args, prof, _knobs(args.set))
     chosen = planner.make_plan(prof, **knobs)
     ledger = memory.ledger(prof, chosen)
     print("\n".join(plan_lines(chosen)))
     on_gpu = f"GPU {format_bytes(ledger.total('gpu'))} of {format_bytes(ledger.gpu_capacity_bytes)}, "
-    print(f"memory: {on_gpu if ledger.gpu_capacity_bytes else ''}"
+    print(f"memory{' of each chip' if chosen.chips > 1 else ''}: {on_gpu if ledger.gpu_capacity_bytes else ''}"
           f"host {format_bytes(ledger.total('host'))} of {format_bytes(ledger.host_capacity_bytes)}")  # fmt: skip
     _save(chosen.save, args.out, "plan")
     if args.config:
         _save(_tuned(prof, chosen, args.source).save, args.config, "tuned config")
+        if chosen.chips > 1:
+            print(f"note: superoffload train refuses it: the engine trains on one chip, the plan is for {chosen.chips}")
     return {
         "plan": chosen.model_dump(mode="json", exclude={"reasons"}),
         "reasons": dict(chosen.reasons),
@@ -115,14 +118,15 @@ def simulate(args: argparse.Namespace) -> dict[str, Any]:
     from superoffload import planner, simulator
 
     prof = _profile_for(args)
-    trace = simulator.simulate(prof, planner.make_plan(prof, **_knobs(args.set)))
+    trace = simulator.simulate(prof, planner.make_plan(prof, **_chips(args, prof, _knobs(args.set))))
+    per_chip = " of each chip" if trace.plan.chips > 1 else ""
     print(f"{trace.model} on {trace.hardware} ({trace.source}): {format_seconds(trace.step_s)} per step, "
-          f"{trace.tokens_per_s:,.0f} tokens/s, {trace.model_tflops:.3g} model-TFLOP/s, "
+          f"{trace.tokens_per_s:,.0f} tokens/s, {trace.model_tflops / trace.plan.chips:.3g} model-TFLOP/s{per_chip}, "
           f"MFU {f'{trace.mfu:.1%}' if trace.peak_bf16_tflops else 'n/a'}, GPU busy {trace.gpu_busy:.0%}")  # fmt: skip
     for stall in sorted(trace.stalls, key=lambda s: -s.duration_s)[:STALLS_SHOWN]:
         print(f"  {stall.cause}")
     memory = trace.memory
-    print(f"  memory: GPU {format_bytes(memory.total('gpu'))}, host {format_bytes(memory.total('host'))} "
+    print(f"  memory{per_chip}: GPU {format_bytes(memory.total('gpu'))}, host {format_bytes(memory.total('host'))} "
           f"(pinned {format_bytes(memory.total('pinned'))})")  # fmt: skip
     _save(trace.save, args.out, "trace")
     return {**trace.summary(), "out": args.out}
@@ -178,7 +182,7 @@ def _trace_for(args: argparse.Namespace) -> Trace:
     from superoffload.config import TunedConfig
 
     cfg = TunedConfig.load(args.config)
-    if not (_is_preset(cfg.model.source) and cfg.hardware.name in hw.preset_names()):
+    if not (_is_preset(cfg.model.source) and hw.is_preset(cfg.hardware.name)):
         raise InputError(
             f'{args.config} is for the measured model "{cfg.model.name}" on "{cfg.hardware.name}", '
             "which cannot be simulated without its profile",
@@ -200,7 +204,7 @@ def _is_preset(name: str) -> bool:
 
 def resolve_hardware(text: str) -> Hardware:
     """A preset's name, or the path of a file that `superoffload probe` wrote. Raises InputError."""
-    if text in hw.preset_names():
+    if hw.is_preset(text):
         return hw.preset(text)
     if os.path.sep in text or text.endswith(".json") or Path(text).exists():
         return Hardware.load(text)
@@ -222,9 +226,43 @@ def _estimate(args: argparse.Namespace) -> Profile:
         args.model,
         micro_batch=args.micro_batch or DEFAULT_MICRO_BATCH,
         seq_len=args.seq_len or DEFAULT_SEQ_LEN,
-        hardware=resolve_hardware(args.hardware),
+        hardware=_joined(resolve_hardware(args.hardware), getattr(args, "chips", None)),
         dtype=args.dtype or "bfloat16",
     )
+
+
+def _joined(machine: Hardware, chips: int | None) -> Hardware:
+    """`machine` with as many chips as asked for, where its record does not say itself how many there are."""
+    if chips is None or machine.interconnect is not None:
+        return machine
+    return hw.joined(machine, chips)
+
+
+def _chips(args: argparse.Namespace, prof: Profile, knobs: dict[str, Any]) -> dict[str, Any]:
+    """The plan's fields as the options for several chips give them: `--chips` fixes their product."""
+    for field in ("data_parallel", "sequence_parallel"):
+        if (value := getattr(args, field)) is not None:
+            if field in knobs:
+                raise InputError(f"--set {field} and --{field.replace('_', '-')} are both given")
+            knobs[field] = value
+    if args.chips is None:
+        return knobs
+    there = prof.hardware.interconnect.chips if prof.hardware.interconnect else 1
+    if args.chips > there:
+        raise InputError(
+            f"--chips {args.chips}, and {prof.hardware.name} has {there}",
+            expected=f"at most {there}",
+            remedy="Several chips are planned from an estimate: --model NAME --hardware gh200-quad --chips 8",
+        )
+    group = knobs.get("sequence_parallel", prof.sequence_parallel)
+    groups = knobs.get("data_parallel", args.chips // group)
+    if groups * group != args.chips:
+        raise InputError(
+            f"--chips {args.chips} with sequence_parallel = {group}"
+            + (f" and data_parallel = {groups}" if "data_parallel" in knobs else ""),
+            expected="chips = data_parallel x sequence_parallel",
+        )
+    return {**knobs, "data_parallel": groups}
 
 
 def _measure(args: argparse.Namespace) -> Profile:

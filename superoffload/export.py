@@ -12,7 +12,7 @@ from typing import Any
 from superoffload.config import TunedConfig
 from superoffload.errors import MissingDependency, NotSupported
 from superoffload.layout import bucket_elements
-from superoffload.tracing import LANE_TITLES, LANES, Trace
+from superoffload.tracing import LANE_TITLES, Trace, drawn_lanes
 
 FIGURES = "superoffload.figures"
 """Entry point group of functions that turn a Trace into a plotly figure."""
@@ -85,6 +85,12 @@ def deepspeed(config: TunedConfig) -> tuple[dict[str, Any], list[str]]:
         notes.append(f"loss_chunks {plan.loss_chunks} is left out: under DeepSpeed the model computes its own loss.")
     if plan.compile_blocks:
         notes.append("compile_blocks is left out: call layer.compile() on each layer before deepspeed.initialize().")
+    if plan.chips > 1:
+        notes.append(f"{plan.chips} chips are the world size that you launch with, one process for each.")
+    if plan.sequence_parallel > 1:
+        notes.append(
+            f"sequence_parallel {plan.sequence_parallel} is left out: see DeepSpeed's Ulysses tutorial for your model."
+        )
     if opt.max_grad_norm is not None and plan.speculate != "off":
         notes.append("DeepSpeed's super_offload takes no asynchronous step while gradient_clipping is set.")
     return body, notes
@@ -110,7 +116,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     process = {"name": "process_name", "ph": "M", "pid": 0, "tid": 0,
                "args": {"name": f"{trace.model} on {trace.hardware} ({trace.source})"}}  # fmt: skip
     events: list[dict[str, Any]] = [process]
-    lanes = {lane: i for i, lane in enumerate(LANES)}
+    lanes = {lane: i for i, lane in enumerate(drawn_lanes(trace.events))}
     for lane, tid in lanes.items():
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": LANE_TITLES[lane]}})
         events.append({"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": tid, "args": {"sort_index": tid}})

@@ -37,7 +37,7 @@ def nearest_fit(profile: Profile, plan: Plan) -> Plan | None:
 
     account = ledger(profile, plan)
     room = account.gpu_capacity_bytes + account.host_capacity_bytes
-    states = sum(b.params * (ADAM_STATE_BYTES + DTYPE_BYTES[b.dtype]) for b in profile.blocks)
+    states = sum(plan.share(b.params) * (ADAM_STATE_BYTES + DTYPE_BYTES[b.dtype]) for b in profile.blocks)
     if states > room:  # no plan can help: do not search
         return None
 

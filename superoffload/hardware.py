@@ -120,8 +120,44 @@ class Casts(Record):
     threads: int = Field(ge=1)
 
 
+class Wire(Record):
+    """What joins the GPUs of several Superchips at one level: those of a board, or the boards of a network."""
+
+    ring: Curve
+    """What one chip sends in a reduce-scatter or an all-gather (the "bus bandwidth" of NCCL's tests), over the bytes
+    that it sends. It receives as much at the same time."""
+    all_to_all: Curve
+    """The same in an all-to-all."""
+    latency_s: float = Field(ge=0)
+    """One more chip in a collective makes it that much longer."""
+    mesh: bool = False
+    """Whether each pair of chips has links of its own, so that some of the chips can use some of the links only. False
+    behind a switch."""
+
+
+class Interconnect(Record):
+    """How the GPUs of several Superchips reach each other: `board` within a board, `network` between boards, where each
+    chip has its own share of the board's adapters. docs/cost_model.md says what collectives cost on it."""
+
+    chips: int = Field(ge=2, le=64)
+    board_chips: int = Field(ge=1)
+    """Chips of one board, numbered one after another."""
+    board: Wire | None = None
+    network: Wire | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Interconnect:
+        if self.chips % self.board_chips:
+            raise ValueError(f"{self.chips} chips are no whole number of boards with {self.board_chips}")
+        if (self.board is None) != (self.board_chips == 1):
+            raise ValueError("board belongs to boards of several chips")
+        if (self.network is None) != (self.chips == self.board_chips):
+            raise ValueError("network belongs to several boards")
+        return self
+
+
 class Hardware(Record):
-    """One GPU, its CPU and the link between them."""
+    """One GPU, its CPU and the link between them; and where there are several alike, what joins them."""
 
     schema_name: ClassVar[str] = "superoffload.hardware"
 
@@ -134,6 +170,8 @@ class Hardware(Record):
     """True where GPU and CPU share one memory (a laptop without GPU, MI300A): no capacity is counted twice."""
     casts: Casts | None = None
     """Absent where nobody measured them (presets)."""
+    interconnect: Interconnect | None = None
+    """None: one chip alone. Everything else in this record is of one chip."""
     sources: dict[str, str] = Field(default_factory=dict)
     """Where each number comes from, keyed by dotted field name."""
     fingerprint: dict[str, str] = Field(default_factory=dict)
@@ -147,18 +185,44 @@ def preset_names() -> tuple[str, ...]:
     return tuple(BUILDERS)
 
 
+def is_preset(name: str) -> bool:
+    """Whether `preset` knows this name, of one chip or of several."""
+    from superoffload.interconnect_presets import split_name
+
+    return name in preset_names() or split_name(name) is not None
+
+
 def preset(name: str) -> Hardware:
     """Return the named machine. Names are exact: "gh200" never matches "h200".
+
+    Args:
+        name: one of `preset_names()`, or of several chips "gh200-quad-x8": 2, 4, 8 or 16 of one that is known to be
+            joined (`superoffload.interconnect_presets`).
 
     Raises:
         InputError: no preset has this name; the message lists the known ones.
     """
     from superoffload.hardware_presets import BUILDERS
+    from superoffload.interconnect_presets import split_name
 
+    several = split_name(name)
+    if several is not None:
+        return joined(BUILDERS[several[0]](), several[1])
     if name not in BUILDERS:
         remedy = "Give one of these names, or measure this machine with superoffload probe --out hw.json"
         raise unknown_name("hardware preset", name, BUILDERS, remedy)
     return BUILDERS[name]()
+
+
+def joined(hardware: Hardware, chips: int) -> Hardware:
+    """Several of a preset's chips with what joins them; `hardware` itself for one.
+
+    Raises:
+        InputError: nothing is known of how such chips are joined, or of so many.
+    """
+    from superoffload.interconnect_presets import arrange
+
+    return hardware if chips == 1 else arrange(hardware, chips)
 
 
 def resolve(hardware: str | Hardware) -> Hardware:

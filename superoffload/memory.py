@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from superoffload.activation_costs import IN_FLIGHT_BLOCKS, block_cost, peaks, policies_of
 from superoffload.layout import ring_slots
 from superoffload.loss_costs import in_chunks
-from superoffload.plan import Activations
+from superoffload.plan import Activations, check_one_chip
 from superoffload.record import Record
 from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, FP32_BYTES, GB, REMAINDER_BYTES, UNDO_BYTES
 
@@ -24,6 +24,11 @@ CUDA_CONTEXT_BYTES = 1_000_000_000
 """CUDA context, library workspaces and allocator slack kept free on a GPU; assumed."""
 HOST_RESERVE_BYTES = 4_000_000_000
 """System, Python and PyTorch on the host; assumed."""
+COLLECTIVES_BYTES = 1_000_000_000
+"""Buffers of the library of collectives on the GPU, where there are several chips; assumed."""
+EXCHANGE_COPIES = 2
+"""Times that what an all-to-all sends exists beside what it brings: as it was made, and in order of the chips that it
+goes to; assumed."""
 UNDO_TILE, UNDO_TILE_BYTES = 16384, 640 * 16 + 4
 """Elements that share an escape list, and its bytes; csrc/undo.h."""
 SMALL_HOST_RESERVE_BYTES = 2_000_000_000
@@ -82,7 +87,7 @@ Items = dict[Place, dict[str, int]]
 
 
 def ledger(profile: Profile, plan: Plan) -> Ledger:
-    """Account for every byte that the engine holds under `plan`, before anything runs.
+    """Account for every byte that the engine holds under `plan`, before anything runs. Of several chips, one.
 
     Where GPU and CPU share one memory, GPU items count as host memory and the GPU's capacity is left open.
 
@@ -90,14 +95,13 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
         InputError: the plan does not belong to the profile.
     """
     from superoffload import graph
-    from superoffload.profiler import rescale
 
-    profile = rescale(profile, micro_batch=plan.micro_batch, seq_len=plan.seq_len)
+    profile = graph.fitted(profile, plan)
     graph.check_plan(profile, plan)
     hw = profile.hardware
     buckets = graph.buckets_of(profile, plan.bucket_mb, plan.flow_blocks)
     away = [_weights([profile.blocks[i]]) for i in plan.flow_blocks]
-    items, activations = state_items(buckets, plan, away), _activations(profile.blocks, plan)
+    items, activations = state_items(buckets, plan, away, chips=plan.chips), _activations(profile.blocks, plan)
     gpu, pinned, host = items["gpu"], items["pinned"], items["host"]
     gpu |= {
         "buffers and frozen parameters": profile.buffers_bytes,
@@ -108,6 +112,9 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
         **activations["gpu"],
     }
     pinned |= activations["pinned"]
+    if plan.chips > 1:
+        sent = max((b.exchange.before_bytes for b in profile.blocks if b.exchange), default=0)
+        gpu |= {"all-to-all buffers": EXCHANGE_COPIES * sent, "buffers of collectives": COLLECTIVES_BYTES}
     if not hw.shared_memory or hw.gpu.peak_bf16_tflops:
         gpu["CUDA context and allocator"] = CUDA_CONTEXT_BYTES
     host["system and Python"] = SMALL_HOST_RESERVE_BYTES if hw.shared_memory else HOST_RESERVE_BYTES
@@ -128,15 +135,22 @@ def ledger_items(items: Items, *, one_memory: bool) -> tuple[LedgerItem, ...]:
     )
 
 
-def state_items(buckets: Sequence[Bucket], plan: Plan, flow_block_bytes: Sequence[int]) -> Items:
+def state_items(buckets: Sequence[Bucket], plan: Plan, flow_block_bytes: Sequence[int], *, chips: int = 1) -> Items:
     """What the engine allocates when it starts, and holds until it is closed.
 
     Args:
         buckets: cut as the plan says.
         flow_block_bytes: weights of each flow block.
+        chips: over which the caller divides states. The engine, which trains on one, asks for one.
+
+    Raises:
+        NotSupported: the plan is for several chips and the caller is not.
     """
     from superoffload import graph
 
+    if chips != plan.chips:
+        check_one_chip(plan)
+    share = plan.share
     first_retained = max(0, len(buckets) - plan.retained_buckets)
     on_cpu, retained = buckets[:first_retained], buckets[first_retained:]
     costs = {dtype: graph.bucket_cost(plan, dtype) for dtype in DTYPE_BYTES}
@@ -145,32 +159,34 @@ def state_items(buckets: Sequence[Bucket], plan: Plan, flow_block_bytes: Sequenc
     # block's 16-bit copy is its home, whoever casts.
     copied = [b for b in on_cpu if b.dtype != "float32" and (plan.cast_up != "gpu" or b.flow)]
     homes = [b for b in copied if b.flow]
-    retained_homes = sum(b.numel * DTYPE_BYTES[b.dtype] for b in retained if b.flow)
+    retained_homes = sum(share(b.numel) * DTYPE_BYTES[b.dtype] for b in retained if b.flow)
     own = [b for b in on_cpu if b.flow and b.dtype == "float32"]  # of these the master is the home
     goes_up = any(not b.flow and (b.dtype == "float32" or plan.cast_up == "gpu") for b in on_cpu)
-    pinned_master = 4 * sum(b.numel for b in (on_cpu if goes_up else own))
-    numel = {"cpu": sum(b.numel for b in on_cpu), "largest": max((b.numel for b in on_cpu), default=0)}
-    halved = sum(b.numel for b in on_cpu if plan.master == "split" and b.dtype == "bfloat16")
-    casts = [b.numel for b in on_cpu if costs[b.dtype].cast_down_bytes]
-    largest_down = max((b.numel * costs[b.dtype].down_bytes for b in on_cpu), default=0)
+    pinned_master = 4 * sum(share(b.numel) for b in (on_cpu if goes_up else own))
+    numel = {"cpu": sum(share(b.numel) for b in on_cpu), "largest": max((share(b.numel) for b in on_cpu), default=0)}
+    halved = sum(share(b.numel) for b in on_cpu if plan.master == "split" and b.dtype == "bfloat16")
+    casts = [share(b.numel) for b in on_cpu if costs[b.dtype].cast_down_bytes]
+    largest_down = max((share(b.numel) * costs[b.dtype].down_bytes for b in on_cpu), default=0)
+    whole = max((b.numel * DTYPE_BYTES[b.dtype] for b in buckets), default=0) if chips > 1 else 0
     gpu = {
         "16-bit weights": sum(2 * b.numel for b in buckets if b.dtype != "float32" and not b.flow),
         "float32 weights": sum(4 * b.numel for b in buckets if b.dtype == "float32" and not b.flow),
         "flow slots": min(plan.prefetch_blocks + 1, len(flow_block_bytes)) * max(flow_block_bytes, default=0),
         "new weights of retained flow buckets": 2
-        * max((b.numel * DTYPE_BYTES[b.dtype] for b in retained if b.flow), default=0),
+        * max((share(b.numel) * DTYPE_BYTES[b.dtype] for b in retained if b.flow), default=0),
+        "gradients to reduce-scatter": ring_slots(buckets, at_once=plan.compile_blocks) * whole,
         "gradient ring": ring_slots(on_cpu, at_once=plan.compile_blocks) * largest_down,
         "upload staging": 4 * numel["largest"] if plan.cast_up == "gpu" else 0,
         "retained master weights and moments": sum(
-            b.numel * (ADAM_STATE_BYTES - (4 if b.dtype == "float32" and not b.flow else 0)) for b in retained
+            share(b.numel) * (ADAM_STATE_BYTES - (4 if b.dtype == "float32" and not b.flow else 0)) for b in retained
         ),
-        "retained gradients": sum(b.numel * DTYPE_BYTES[b.dtype] for b in retained),
+        "retained gradients": sum(share(b.numel) * DTYPE_BYTES[b.dtype] for b in retained),
         "fetched gradient bucket": largest_down if plan.accumulate_on == "cpu" else 0,
     }
     pinned = {
-        "held gradients": sum(b.numel * costs[b.dtype].down_bytes for b in on_cpu),
-        "upload copy of new weights": sum(b.numel * DTYPE_BYTES[b.dtype] for b in copied if not b.flow),
-        "home of flow blocks": retained_homes + sum(b.numel * DTYPE_BYTES[b.dtype] for b in homes),
+        "held gradients": sum(share(b.numel) * costs[b.dtype].down_bytes for b in on_cpu),
+        "upload copy of new weights": sum(share(b.numel) * DTYPE_BYTES[b.dtype] for b in copied if not b.flow),
+        "home of flow blocks": retained_homes + sum(share(b.numel) * DTYPE_BYTES[b.dtype] for b in homes),
         "pinned master weights": pinned_master,
     }
     host = {
@@ -178,7 +194,7 @@ def state_items(buckets: Sequence[Bucket], plan: Plan, flow_block_bytes: Sequenc
         - pinned_master
         - (FP32_BYTES - REMAINDER_BYTES) * halved,
         "float32 gradient of one bucket": 4 * max(casts, default=0),
-        f"undo {plan.undo}s": sum(_undo_bytes(b, plan.undo) for b in on_cpu if plan.may_undo(b.index)),
+        f"undo {plan.undo}s": sum(share(_undo_bytes(b, plan.undo)) for b in on_cpu if plan.may_undo(b.index)),
     }
     return {"gpu": gpu, "pinned": pinned, "host": host}
 

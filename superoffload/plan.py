@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from superoffload.errors import InputError
+from superoffload.errors import InputError, NotSupported
 from superoffload.record import Record
 
 Cast = Literal["gpu", "cpu", "fused"]
@@ -77,6 +77,13 @@ class Plan(Record):
     accumulate_on: Processor = "gpu"
     """Where the gradients of earlier micro-batches wait: `gpu` in `p.grad` (2 B/param in 16 bit), `cpu` in the held
     gradients on the host, which every later micro-batch then fetches, adds to and sends down again."""
+    data_parallel: Annotated[int, Field(ge=1)] = 1
+    """Groups of Superchips that work on micro-batches of their own. Optimizer states, held gradients and homes of flow
+    blocks are divided over all chips (ZeRO), the 16-bit weights of other blocks are on each. Planned and simulated
+    only: the engine trains on one chip."""
+    sequence_parallel: Annotated[int, Field(ge=1)] = 1
+    """Chips of a group, each with that part of every sequence and, in attention, with that part of the heads of whole
+    sequences (DeepSpeed-Ulysses). Planned and simulated only."""
     reasons: dict[str, str] = Field(default_factory=dict)
     """One sentence with numbers for each field that the cost model chose; absent for a field set by hand."""
 
@@ -90,7 +97,17 @@ class Plan(Record):
 
     @property
     def tokens_per_step(self) -> int:
-        return self.micro_batch * self.seq_len * self.accumulation
+        """Of all chips."""
+        return self.micro_batch * self.seq_len * self.accumulation * self.data_parallel
+
+    @property
+    def chips(self) -> int:
+        """Superchips that the plan uses."""
+        return self.data_parallel * self.sequence_parallel
+
+    def share(self, count: int) -> int:
+        """What one chip has of `count` elements that are divided over all chips, padding included."""
+        return -(-count // self.chips)
 
     def activations_of(self, block: int) -> Activations:
         """The policy of a layer block."""
@@ -121,6 +138,21 @@ def check_master(plan: Plan) -> None:
         raise InputError(
             f'master = "split" with cast_up = "{plan.cast_up}"',
             expected='cast_up = "fused": the step itself writes the 16-bit weights, which are half of the master',
+        )
+
+
+def check_one_chip(plan: Plan) -> None:
+    """Refuse to train under a plan for several Superchips.
+
+    Raises:
+        NotSupported: always for such a plan.
+    """
+    if plan.chips > 1:
+        raise NotSupported(
+            f"the plan is for {plan.chips} Superchips (data_parallel = {plan.data_parallel}, sequence_parallel = "
+            f"{plan.sequence_parallel}), and this version trains on one: several can be planned and simulated only",
+            expected="data_parallel = 1 and sequence_parallel = 1",
+            remedy="Plan again for one chip",
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from superoffload import graph, simulator
 from superoffload.activation_costs import knows_compiled
+from superoffload.collectives import check_chips
 from superoffload.errors import InputError, did_you_mean
 from superoffload.fitting import does_not_fit, spread_layers
 from superoffload.hardware import Hardware
@@ -37,8 +38,9 @@ def make_plan(profile: Profile, hardware: str | Hardware | None = None, *, check
         check: Refuse a plan that does not fit into the memory.
         knobs: Any field of Plan except `reasons`. `flow` may stand for `flow_blocks`: block indices, or how many
             layers, evenly spread. `buckets` may stand for `bucket_mb`: how many buckets the model is cut into. `tokens`
-            may stand for `accumulation`, or for it and `micro_batch`: tokens of a whole step, a multiple of `seq_len`;
-            without `micro_batch` the fastest is chosen.
+            may stand for `accumulation`, or for it and `micro_batch`: tokens of a whole step, a multiple of `seq_len`
+            (times `data_parallel`); without `micro_batch` the fastest is chosen. On hardware of several chips
+            `data_parallel` takes all that `sequence_parallel`, 1 unless given, leaves.
 
     Returns:
         A plan whose `reasons` hold one sentence for each chosen field and none for those given.
@@ -53,7 +55,14 @@ def make_plan(profile: Profile, hardware: str | Hardware | None = None, *, check
     if knobs.get("tokens") is not None:
         return _of_tokens(profile, dict(knobs), check=check)
     given = _given(profile, knobs)
-    profile = rescale(profile, micro_batch=given.get("micro_batch"), seq_len=given.get("seq_len"))
+    chips = arranged(profile, given)
+    check_chips(profile.hardware, Plan(**chips))
+    profile = rescale(
+        profile,
+        micro_batch=given.get("micro_batch"),
+        seq_len=given.get("seq_len"),
+        sequence_parallel=chips["sequence_parallel"],
+    )
     plan = _Chooser(profile, given).choose()
     graph.check_plan(profile, plan)
     if check:
@@ -74,7 +83,12 @@ def _of_tokens(profile: Profile, knobs: dict[str, Any], *, check: bool) -> Plan:
     seq_len = knobs.get("seq_len") or profile.seq_len
     if not _whole(tokens) or tokens < 1 or tokens % seq_len:
         raise InputError(f"tokens = {tokens!r}", expected=f"a multiple of the sequence length, {seq_len}")
-    sequences = tokens // seq_len
+    groups = arranged(profile, knobs)["data_parallel"]
+    if tokens % (seq_len * groups):
+        raise InputError(
+            f"tokens = {tokens} with data_parallel = {groups}", expected=f"a multiple of {groups} x {seq_len} tokens"
+        )
+    sequences = tokens // seq_len // groups
     if (given := knobs.get("micro_batch")) is not None:
         if sequences % given:
             raise InputError(
@@ -87,7 +101,7 @@ def _of_tokens(profile: Profile, knobs: dict[str, Any], *, check: bool) -> Plan:
     for batch in (2**k for k in range(MOST_SEQUENCES.bit_length()) if not sequences % 2**k):
         fields = {**knobs, "micro_batch": batch, "accumulation": sequences // batch}
         plan = make_plan(profile, check=False, **fields)
-        sized = rescale(profile, micro_batch=batch, seq_len=seq_len)
+        sized = rescale(profile, micro_batch=batch, seq_len=seq_len, sequence_parallel=plan.sequence_parallel)
         if not ledger(sized, plan).fits:
             break
         tried[batch] = (simulator.step_seconds(sized, plan), plan)
@@ -108,6 +122,14 @@ def _of_tokens(profile: Profile, knobs: dict[str, Any], *, check: bool) -> Plan:
         why += f"; {too_large} do not fit the memory"
     reasons = {"micro_batch": why, "accumulation": f"{plan.accumulation}: for {tokens:,} tokens a step"}
     return plan.model_copy(update={"reasons": {**plan.reasons, **reasons}})
+
+
+def arranged(profile: Profile, given: dict[str, Any]) -> dict[str, int]:
+    """How the chips are used: as given; else those that share the profile's sequences share the plan's, and all others
+    have sequences of their own."""
+    there = profile.hardware.interconnect.chips if profile.hardware.interconnect else 1
+    group = given.get("sequence_parallel") or profile.sequence_parallel
+    return {"sequence_parallel": group, "data_parallel": given.get("data_parallel") or max(1, there // group)}
 
 
 def _whole(value: Any) -> bool:
@@ -154,6 +176,7 @@ class _Chooser:
         fields: dict[str, Any] = {
             "micro_batch": self.profile.micro_batch,
             "seq_len": self.profile.seq_len,
+            **arranged(self.profile, self.given),
             **self.given,
         }
         for name, choose in (("bucket_mb", self._bucket_mb), ("adam_threads", self._threads)):
@@ -166,6 +189,7 @@ class _Chooser:
             ("undo", "record: 3.6 bytes of host memory per parameter, where a snapshot takes 12"),
             ("activations_by_block", "none: all layers alike"),
             ("accumulate_on", "gpu: no gradient crosses the link before the last micro-batch"),
+            *self._why_chips(fields),
         ):
             if name not in self.given:
                 self.reasons[name] = why
@@ -184,6 +208,16 @@ class _Chooser:
         if "compile_blocks" not in self.given:
             self.reasons["compile_blocks"] = self._why_not_compiled(plan)
         return plan.model_copy(update={"reasons": {**self.reasons, **placed, **speculation.reasons}})
+
+    def _why_chips(self, fields: dict[str, Any]) -> Iterable[tuple[str, str]]:
+        groups, group = fields["data_parallel"], fields["sequence_parallel"]
+        if self.hw.interconnect is None:
+            return ("data_parallel", "1: one chip"), ("sequence_parallel", "1: one chip")
+        there = self.hw.interconnect.chips
+        return (
+            ("data_parallel", f"{groups}: {there} chips, of which {group} share{'s' * (group == 1)} a sequence"),
+            ("sequence_parallel", f"{group}: as profiled"),
+        )
 
     def _why_not_compiled(self, plan: Plan) -> str:
         """Compiling is for a person to choose: it changes bits. Say what it would gain."""
@@ -218,12 +252,12 @@ class _Chooser:
         if not half:
             self.reasons["master"] = "plain: only bfloat16 weights can be half of their master"
             return plan
-        split = plan.model_copy(update={"master": "split", "cast_up": "fused"})
+        split, saved = plan.model_copy(update={"master": "split", "cast_up": "fused"}), 2 * plan.share(half)
         if "cast_up" in self.given and plan.cast_up != "fused":
             self.reasons["master"] = f'plain: cast_up = "{plan.cast_up}" needs it'
         elif not self.room.can_fit(self.room.waiting(plan)) and self.room.can_fit(self.room.waiting(split)):
             self.reasons["master"] = (
-                f"split: no plan with a plain one fits; it saves {format_bytes(2 * half)} of host memory at most"
+                f"split: no plan with a plain one fits; it saves {format_bytes(saved)} of host memory at most"
             )
             return split
         elif (lacking := self.room.host_over(self.room.all_on_host(plan))) > 0 and self.room.can_fit(
@@ -231,7 +265,7 @@ class _Chooser:
         ):
             self.reasons["master"] = (
                 f"split: with a plain one the host would lack {format_bytes(lacking)} for all that may lie there, of "
-                f"which it saves {format_bytes(2 * half)} at most"
+                f"which it saves {format_bytes(saved)} at most"
             )
             return split
         else:
@@ -279,7 +313,7 @@ class _Chooser:
             cast = next(c for c in order if tried[c] <= best * GOOD_ENOUGH)
             plan = plan.model_copy(update={name: cast})
             curve, word = (self.hw.link.down, "down") if name == "cast_down" else (self.hw.link.up, "up")
-            link = {n: self.profile.params * n / (curve.peak * GB) for n in (2, 4)}
+            link = {n: plan.share(self.profile.params) * n / (curve.peak * GB) for n in (2, 4)}
             self.reasons[name] = (
                 f"{cast}: a step of {format_seconds(tried[cast])}, "
                 + ", ".join(f"{format_seconds(tried[c])} with {c}" for c in order if c != cast)

@@ -40,7 +40,9 @@ class SpeculationChoice:
         backward = sum(b.backward_s + b.forward_s for b in self.profile.blocks)
         buckets = graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks)
         cost = graph.bucket_cost(plan, buckets[0].dtype)
-        one = max(b.params for b in buckets) * cost.adam_bytes / (self.hw.cpu.adam_at(plan.adam_threads) * GB)
+        one = (
+            plan.share(max(b.params for b in buckets)) * cost.adam_bytes / (self.hw.cpu.adam_at(plan.adam_threads) * GB)
+        )
         most = int(backward / one) + 2
         return plan.model_copy(update={"undo_buckets": most}) if most < len(buckets) else plan
 

@@ -47,6 +47,19 @@ FP32_RATE = 1 / 15
 """float32 products without tensor cores against bf16 with them (67 of 990 TFLOP/s, published for Hopper)."""
 
 
+class Exchange(Record):
+    """What Ulysses adds to a layer: an all-to-all before attention and one after it, forward and backward."""
+
+    before_bytes: int = Field(ge=0)
+    """Query, key and value of one micro-batch on one chip."""
+    after_bytes: int = Field(ge=0)
+    """Attention's result."""
+    forward: tuple[float, float]
+    """Shares of the layer's forward that have been done when each comes."""
+    backward: tuple[float, float]
+    """Shares of its backward: the gradient of the result comes first, then those of query, key and value."""
+
+
 class BlockProfile(Record):
     """A block is a module whose weights move together: embedding, transformer layer, final norm and head."""
 
@@ -90,6 +103,8 @@ class BlockProfile(Record):
     its weight is kept too, and not counted here.)"""
     chunked_working_bytes: int | None = Field(default=None, ge=0)
     """`working_bytes` with chunks, but for those of a chunk's logits (`loss_costs.CHUNK_LOGIT_BYTES` each)."""
+    exchange: Exchange | None = None
+    """None where a sequence is on one chip, and in blocks without attention."""
 
     @model_validator(mode="after")
     def _whole(self) -> BlockProfile:
@@ -104,7 +119,7 @@ class BlockProfile(Record):
 
 
 class Profile(Record):
-    """What one micro-batch of a model costs on one machine."""
+    """What one micro-batch of a model costs on one machine; where several chips share a sequence, on each of them."""
 
     schema_name: ClassVar[str] = "superoffload.profile"
 
@@ -114,6 +129,9 @@ class Profile(Record):
     """Hash over names, shapes and dtypes of the parameters; a config refuses another model by it."""
     micro_batch: int = Field(ge=1)
     seq_len: int = Field(ge=1)
+    """Of whole sequences."""
+    sequence_parallel: int = Field(default=1, ge=1)
+    """Chips that share a sequence (Ulysses); everything else here is one chip's share."""
     blocks: tuple[BlockProfile, ...]
     """In forward order."""
     model_flops: float = Field(ge=0)
@@ -130,7 +148,8 @@ class Profile(Record):
 
     @property
     def tokens(self) -> int:
-        return self.micro_batch * self.seq_len
+        """Of one micro-batch, on one chip."""
+        return self.micro_batch * self.seq_len // self.sequence_parallel
 
     def _repr_html_(self) -> str:
         from superoffload.html_views import profile_html
@@ -139,7 +158,13 @@ class Profile(Record):
 
 
 def estimate(
-    model: str | ModelSpec, *, micro_batch: int, seq_len: int, hardware: str | Hardware, dtype: str = "bfloat16"
+    model: str | ModelSpec,
+    *,
+    micro_batch: int,
+    seq_len: int,
+    hardware: str | Hardware,
+    dtype: str = "bfloat16",
+    sequence_parallel: int = 1,
 ) -> Profile:
     """Estimate a profile from the model's shape: no GPU, no weights, no torch.
 
@@ -149,34 +174,39 @@ def estimate(
         seq_len: Tokens per sequence.
         hardware: A preset's name or a record.
         dtype: Of weights and gradients: bfloat16, float16 or float32.
+        sequence_parallel: Chips that share each sequence; the profile is that of one of them.
 
     Returns:
         A profile with `source="modelled"`; `context` says what was assumed.
 
     Raises:
-        InputError: unknown name or dtype, sizes below 1, more positions than the model has.
+        InputError: unknown name or dtype, sizes below 1, more positions than the model has, a sequence or heads that
+            cannot be divided.
     """
     shape = spec(model) if isinstance(model, str) else model
     hw = resolve(hardware)
     if dtype not in DTYPE_BYTES:
         raise InputError(f'unknown dtype "{dtype}"', expected="one of " + ", ".join(DTYPE_BYTES))
-    for name, value in (("micro_batch", micro_batch), ("seq_len", seq_len)):
+    for name, value in (("micro_batch", micro_batch), ("seq_len", seq_len), ("sequence_parallel", sequence_parallel)):
         if value < 1:
             raise InputError(f"{name} = {value}", expected="a whole number of at least 1")
+    _check_divides(shape, seq_len, sequence_parallel)
     if shape.learned_positions and seq_len > shape.learned_positions:
         raise InputError(
             f"seq_len = {seq_len}",
             expected=f"at most {shape.learned_positions}, the positions that {shape.name} has learned",
         )
-    cost = _Cost(shape, micro_batch * seq_len, seq_len, hw, dtype)
+    tokens = micro_batch * seq_len // sequence_parallel
+    cost = _Cost(shape, tokens, seq_len, hw, dtype, sequence_parallel)
     return Profile(
         source="modelled",
         model=shape.name,
         model_fingerprint=shape.fingerprint(dtype),
         micro_batch=micro_batch,
         seq_len=seq_len,
+        sequence_parallel=sequence_parallel,
         blocks=tuple(cost.block(b) for b in shape.blocks()),
-        model_flops=shape.training_flops(micro_batch * seq_len, seq_len),
+        model_flops=shape.training_flops(tokens, seq_len),
         hardware=hw,
         context={
             "method": "analytic: FLOPs and bytes of eager PyTorch with sdpa; constants fitted to H200 measurements "
@@ -191,20 +221,40 @@ def estimate(
     )
 
 
-def rescale(profile: Profile, *, micro_batch: int | None = None, seq_len: int | None = None) -> Profile:
-    """Return the profile for another micro-batch or sequence length.
+def rescale(
+    profile: Profile,
+    *,
+    micro_batch: int | None = None,
+    seq_len: int | None = None,
+    sequence_parallel: int | None = None,
+) -> Profile:
+    """Return the profile for another micro-batch or sequence length, or of one of several chips that share a sequence.
 
     An estimate is made anew. A measured profile is scaled in proportion to its tokens, which is right for another
     micro-batch on a busy GPU and ignores that attention grows faster with the sequence; `context["rescaled"]` says so.
+
+    Raises:
+        InputError: the profile is measured and the number of chips that share a sequence is another; or what `estimate`
+            refuses.
     """
     b, s = micro_batch or profile.micro_batch, seq_len or profile.seq_len
-    if (b, s) == (profile.micro_batch, profile.seq_len):
+    n = sequence_parallel or profile.sequence_parallel
+    if (b, s, n) == (profile.micro_batch, profile.seq_len, profile.sequence_parallel):
         return profile
     if "spec" in profile.context:
         shape = ModelSpec.from_json(profile.context["spec"])
         dtype = profile.context.get("dtype", "bfloat16")
-        return estimate(shape, micro_batch=b, seq_len=s, hardware=profile.hardware, dtype=dtype)
-    f = b * s / profile.tokens
+        return estimate(
+            shape, micro_batch=b, seq_len=s, hardware=profile.hardware, dtype=dtype, sequence_parallel=n
+        )  # fmt: skip
+    if n != profile.sequence_parallel:
+        raise InputError(
+            f"sequence_parallel = {n} with a profile measured with {profile.sequence_parallel}, which does not say how "
+            "attention is divided",
+            expected="an estimated profile",
+            remedy="Estimate a model preset: superoffload plan --model NAME --hardware NAME",
+        )
+    f = b * s // n / profile.tokens
     blocks = tuple(
         x.model_copy(
             update={
@@ -253,7 +303,14 @@ def retarget(profile: Profile, hardware: str | Hardware) -> Profile:
     if "spec" in profile.context:
         shape = ModelSpec.from_json(profile.context["spec"])
         dtype = profile.context.get("dtype", "bfloat16")
-        return estimate(shape, micro_batch=profile.micro_batch, seq_len=profile.seq_len, hardware=hw, dtype=dtype)
+        return estimate(
+            shape,
+            micro_batch=profile.micro_batch,
+            seq_len=profile.seq_len,
+            hardware=hw,
+            dtype=dtype,
+            sequence_parallel=profile.sequence_parallel,
+        )
     f = profile.hardware.gpu.matmul_bf16_tflops / hw.gpu.matmul_bf16_tflops
     blocks = tuple(
         b.model_copy(
@@ -272,15 +329,36 @@ def retarget(profile: Profile, hardware: str | Hardware) -> Profile:
     return profile.replace(source="modelled", hardware=hw, blocks=blocks, context=context)
 
 
+def _check_divides(shape: ModelSpec, seq_len: int, n: int) -> None:
+    """Refuse to divide a sequence, or attention's heads, over `n` chips where they are no multiple of it. Keys and
+    values of fewer heads are repeated, as DeepSpeed-Ulysses repeats them."""
+    if seq_len % n:
+        raise InputError(f"seq_len = {seq_len} with sequence_parallel = {n}", expected=f"a multiple of {n}")
+    if shape.heads % n or (shape.kv_heads % n and n % shape.kv_heads):
+        fit = [m for m in range(1, shape.heads + 1)
+               if not shape.heads % m and (not shape.kv_heads % m or not m % shape.kv_heads)]  # fmt: skip
+        raise InputError(
+            f"sequence_parallel = {n}, and {shape.name} has {shape.heads} attention heads, {shape.kv_heads} of keys "
+            "and values, which cannot be divided alike",
+            expected="one of " + ", ".join(map(str, fit)),
+        )
+
+
 def _times(seconds: float | None, factor: float) -> float | None:
     return None if seconds is None else seconds * factor
 
 
 class _Cost:
-    """Seconds and bytes of one micro-batch's blocks."""
+    """Seconds and bytes of one micro-batch's blocks.
 
-    def __init__(self, shape: ModelSpec, tokens: int, seq_len: int, hw: Hardware, dtype: str):
-        self.shape, self.tokens, self.seq_len, self.dtype = shape, tokens, seq_len, dtype
+    Args:
+        tokens: that this chip has. In attention it has all tokens of 1 / `group` of the heads instead, as much work.
+        seq_len: of whole sequences.
+        group: chips that share a sequence.
+    """
+
+    def __init__(self, shape: ModelSpec, tokens: int, seq_len: int, hw: Hardware, dtype: str, group: int = 1):
+        self.shape, self.tokens, self.seq_len, self.dtype, self.group = shape, tokens, seq_len, dtype, group
         self.item = DTYPE_BYTES[dtype]
         # A CPU has no tensor cores to lose, so float32 costs it what bf16 costs.
         self.dtype_rate = FP32_RATE if dtype == "float32" and hw.gpu.peak_bf16_tflops else 1.0
@@ -300,6 +378,8 @@ class _Cost:
         elif b.kind == "layer":
             times, flops = self._layer()
             more = self._selective() | self._compiled()
+            if self.group > 1:
+                more["exchange"] = self._exchange(*times)
             kept, working, entry = t * self.item * self._kept_per_token(), 0, row
         else:
             flops, logits = s.head_flops(t), t * s.vocab
@@ -324,6 +404,38 @@ class _Cost:
         forward = products * self.products + seconds_attention + traffic
         backward = 2 * products * self.products + ATTENTION_BACKWARD * seconds_attention + BACKWARD_TRAFFIC * traffic
         return (forward, backward), products + attention
+
+    def _exchange(self, forward_s: float, backward_s: float) -> Exchange:
+        """What Ulysses sends, and when: between the projections to query, key and value and attention, and between
+        attention and its way out."""
+        s, t = self.shape, self.tokens
+        projections = 2.0 * t * s.hidden * (s.q_dim + 2 * s.kv_dim) * self.products
+        traffic = t * self._entry_traffic_per_token() * (self.item / 2) / self.hbm
+        attention = s.layer_attention_flops(t, self.seq_len) / (self.rate * ATTENTION_SHARE)
+        entry = projections + traffic
+        entry_back, attention_back = 2 * projections + BACKWARD_TRAFFIC * traffic, ATTENTION_BACKWARD * attention
+        return Exchange(
+            before_bytes=t * self.item * (s.q_dim + 2 * s.kv_dim * self._repeated()),
+            after_bytes=t * self.item * s.q_dim,
+            forward=(entry / forward_s, (entry + attention) / forward_s),
+            backward=(1 - (entry_back + attention_back) / backward_s, 1 - entry_back / backward_s),
+        )
+
+    def _repeated(self) -> int:
+        """How often a key head is sent, so that each chip of the group has one."""
+        return self.group // self.shape.kv_heads if self.shape.kv_heads % self.group else 1
+
+    def _exchange_kept_per_token(self) -> int:
+        """Elements that a layer keeps beyond those of one chip alone: attention's result once as attention left it and
+        once as its way out reads it, and repeated keys and values."""
+        s = self.shape
+        return s.q_dim + 2 * s.kv_dim * (self._repeated() - 1) if self.group > 1 else 0
+
+    def _entry_traffic_per_token(self) -> int:
+        """The part of `_traffic_per_token` before attention: a norm, rotary positions, norms of heads."""
+        s = self.shape
+        rotary = 0 if s.family == "gpt2" else 20 * (s.q_dim + s.kv_dim)
+        return (4 if s.norm_bias else 32) * s.hidden + rotary + (32 * (s.q_dim + s.kv_dim) if s.qk_norm else 0)
 
     def _compiled(self) -> dict[str, Any]:
         """Seconds and bytes kept under `compile_blocks` (docs/cost_model.md)."""
@@ -371,6 +483,7 @@ class _Cost:
         s = self.shape
         norms = 4 * s.hidden if s.norm_bias else (8 if self.item == 2 else 6) * s.hidden
         attention = 2 * s.q_dim + 2 * s.kv_dim + (4 * (s.q_dim + s.kv_dim) if s.qk_norm else 0)
+        attention += self._exchange_kept_per_token()
         width = s.mlp * max(1, s.experts_per_token)
         return norms + attention + (4 if s.gated_mlp else 2) * width + 2 * s.hidden * s.experts_per_token
 
@@ -381,5 +494,6 @@ class _Cost:
         `COMPILED_TRAFFIC`)."""
         s = self.shape
         attention = 2 * s.q_dim + 2 * s.kv_dim + (2 * (s.q_dim + s.kv_dim) if s.qk_norm else 0)
+        attention += self._exchange_kept_per_token()
         width = s.mlp * max(1, s.experts_per_token)
         return 4 * s.hidden + attention + (3 if s.gated_mlp else 2) * width + 2 * s.hidden * s.experts_per_token

@@ -27,16 +27,21 @@ def within(profile: Profile, gpu_budget_gb: float | None, host_budget_gb: float 
     return profile.replace(hardware=hw.replace(gpu=gpu, cpu=cpu))
 
 
-def sequences_per_step(profile: Profile, tokens: int | Literal["free"] | None, given: dict[str, Any]) -> int | None:
-    """Sequences per step, None where they are free."""
+def sequences_per_step(
+    profile: Profile, tokens: int | Literal["free"] | None, given: dict[str, Any], groups: int = 1
+) -> int | None:
+    """Sequences per step, None where they are free; of several groups of chips (`data_parallel`) those of each."""
     if tokens == "free":
         return None
     micro_batch, accumulation = given.get("micro_batch"), given.get("accumulation")
     if tokens is None:
         return int((micro_batch or profile.micro_batch) * (accumulation or 1))
-    if not isinstance(tokens, int) or tokens < 1 or tokens % profile.seq_len:
-        raise InputError(f"tokens = {tokens!r}", expected=f'a multiple of seq_len = {profile.seq_len}, or "free"')
-    sequences = tokens // profile.seq_len
+    if not isinstance(tokens, int) or tokens < 1 or tokens % (profile.seq_len * groups):
+        times = f"{groups} x " if groups > 1 else ""
+        raise InputError(
+            f"tokens = {tokens!r}", expected=f'a multiple of {times}seq_len = {profile.seq_len}, or "free"'
+        )
+    sequences = tokens // profile.seq_len // groups
     for name, value in (("micro_batch", micro_batch), ("accumulation", accumulation)):
         if value is not None and sequences % value:
             raise InputError(f"{name} = {value} with tokens = {tokens}", expected=f"a divisor of {sequences} sequences")

@@ -240,6 +240,8 @@ NOT_SEARCHED: dict[str, str] = {
     "undo": "a snapshot takes more memory and more time than a record, whatever the rest is",
     "activations_by_block": "as the planner mixed them, and only beside the policy that it mixed them with",
     "compile_blocks": "compiling changes the bits of the results, so it is for a person to choose",
+    "data_parallel": "how chips are used is asked for, and the profile depends on it",
+    "sequence_parallel": "how chips are used is asked for, and the profile depends on it",
 }
 """Fields that stay as given or as the planner chose them, and why."""
 

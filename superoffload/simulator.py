@@ -14,12 +14,12 @@ from superoffload.errors import InputError
 from superoffload.graph import StepGraph
 from superoffload.memory import ledger
 from superoffload.plan import Plan
-from superoffload.profiler import Profile, rescale
+from superoffload.profiler import Profile
 from superoffload.stalls import find_stalls
 from superoffload.tracing import Trace, TraceEvent
 
-GPU, DOWN, UP, ADAM = 0, 1, 2, 3
-_LANE = {"gpu": GPU, "link_down": DOWN, "link_up": UP, "cpu_adam": ADAM}
+GPU, DOWN, UP, ADAM, NET = 0, 1, 2, 3, 4
+_LANE = {"gpu": GPU, "link_down": DOWN, "link_up": UP, "cpu_adam": ADAM, "interconnect": NET}
 DOWN_PRIORITY = 0.5
 """Share of host memory up to which downloads keep their rate beside Adam and uploads; assumed, see `share_memory`."""
 
@@ -110,18 +110,24 @@ def run(graph: StepGraph, full_steps: int = 2) -> Timeline:
     gpu_total = len(gpu_order)
     ready, start, end = [0.0] * total, [-1.0] * total, [-1.0] * total
     released = [-1] * total
-    queues: list[list[tuple[float, int, int]]] = [[], [], [], []]
+    queues: list[list[tuple[float, float, int]]] = [[], [], [], [], []]
     push, pop = heapq.heappush, heapq.heappop
-    running = [-1, -1, -1, -1]
+    running = [-1, -1, -1, -1, -1]
     """The instance on each lane, -1 where it is idle."""
-    left = [0.0, 0.0, 0.0, 0.0]
-    rates = [1.0, 1.0, 1.0, 1.0]
+    left = [0.0] * 5
+    rates = [1.0] * 5
     rate_of = _rates(graph)
     instant: list[tuple[float, int]] = []
     """Validator operators under way: (end, instance); they disturb nobody."""
     t, gpu_next, changed, never = 0.0, 0, False, float("inf")
-    _, down_queue, up_queue, adam_queue = queues
-    lanes, copies = (GPU, DOWN, UP, ADAM), ((DOWN, down_queue), (UP, up_queue), (ADAM, adam_queue))
+    _, down_queue, up_queue, adam_queue, net_queue = queues
+    lanes: tuple[int, ...] = (GPU, DOWN, UP, ADAM)
+    copies: tuple[tuple[int, list[tuple[float, float, int]]], ...] = (
+        (DOWN, down_queue), (UP, up_queue), (ADAM, adam_queue)
+    )  # fmt: skip
+    if NET in lane:
+        lanes, copies = (*lanes, NET), (*copies, (NET, net_queue))
+    waited_for = [op.kind == "all_to_all" for op in ops]
 
     def offer(x: int) -> None:
         i = x % n
@@ -130,6 +136,8 @@ def run(graph: StepGraph, full_steps: int = 2) -> Timeline:
             push(adam_queue, (float(x - i), priority[i], x))  # older step first, then the bucket needed first
         elif where in (DOWN, UP):
             push(queues[where], (t, x, x))
+        elif where == NET:  # an all-to-all goes first, as the GPU does nothing else until it has ended
+            push(net_queue, (0.0 if waited_for[i] else 1.0, t, x))
         elif where == -1:
             start[x], end[x] = t, t + seconds[i]
             push(instant, (end[x], x))
@@ -207,7 +215,7 @@ def _rates(graph: StepGraph) -> Callable[[list[int]], list[float]]:
     known: dict[tuple[int, int, int, bool], list[float]] = {}
 
     def rates(current: list[int]) -> list[float]:
-        gpu, down, up, adam = current
+        gpu, down, up, adam, _ = current
         key = (
             -1 if down < 0 else kinds[down % n],
             -1 if up < 0 else kinds[up % n],
@@ -216,7 +224,7 @@ def _rates(graph: StepGraph) -> Callable[[list[int]], list[float]]:
         )
         found = known.get(key)
         if found is None:
-            found = known[key] = compute(*current)
+            found = known[key] = compute(gpu, down, up, adam)
         return found
 
     def compute(gpu: int, down: int, up: int, adam: int) -> list[float]:
@@ -235,6 +243,7 @@ def _rates(graph: StepGraph) -> Callable[[list[int]], list[float]]:
             got_d / link_d if link_d else 1.0,
             got_u / (link_u * up_weight) if link_u else 1.0,
             shared * (got_a / want_a if want_a else 1.0),
+            1.0,  # collectives share nothing that is modelled
         ]
 
     return rates
@@ -271,7 +280,7 @@ def simulate(profile: Profile, plan: Plan, steps: int = 3) -> Trace:
     if steps < 3:
         raise InputError(f"steps = {steps}", expected="at least 3: one cold, one drawn, one whose forward overlaps it")
     resolved = resolve_speculation(plan)
-    profile = rescale(profile, micro_batch=plan.micro_batch, seq_len=plan.seq_len)
+    profile = step_graph.fitted(profile, plan)
     timeline = run(step_graph.build(profile, resolved), full_steps=steps - 1)
     hw = profile.hardware
     events, window = drawn_window(timeline)
@@ -284,14 +293,19 @@ def simulate(profile: Profile, plan: Plan, steps: int = 3) -> Trace:
     }
     if "rescaled" in profile.context:
         context["rescaled"] = profile.context["rescaled"]
+    if plan.chips > 1:
+        context["chips"] = (
+            f"{plan.chips} in step, one of them drawn: states divided over all, each sequence over "
+            f"{plan.sequence_parallel}; modelled only, the engine trains on one"
+        )
     if plan.speculate == "auto":
         context["speculate"] = resolved.reasons["speculate"]
     return Trace.model_construct(
         source="modelled",
         step_s=timeline.step_s,
         tokens_per_step=resolved.tokens_per_step,
-        model_flops_per_step=profile.model_flops * resolved.accumulation,
-        peak_bf16_tflops=hw.gpu.peak_bf16_tflops,
+        model_flops_per_step=profile.model_flops * resolved.accumulation * resolved.chips,
+        peak_bf16_tflops=hw.gpu.peak_bf16_tflops * resolved.chips,
         hardware=hw.name,
         model=profile.model,
         plan=resolved,

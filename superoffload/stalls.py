@@ -49,7 +49,8 @@ def _stall(timeline: Timeline, lane: Lane, since: float, x: int, origin: float) 
     else:
         waits_for = timeline.graph.ops[releaser % timeline.n].name
         why = _because(timeline, releaser, since)
-        if op.kind == "backward" and op.bucket >= 0 and timeline.graph.ops[releaser % timeline.n].kind == "copy_down":
+        ring = ("copy_down", "reduce_scatter")
+        if op.kind == "backward" and op.bucket >= 0 and timeline.graph.ops[releaser % timeline.n].kind in ring:
             why = f" to free a slot of the gradient ring{why}"
     who = f"{_WHO[lane]} waits {format_seconds(length)}"
     return Stall(lane, since - origin, length, waits_for, f"{who}: {op.name} needs {waits_for}{why}")
@@ -87,9 +88,26 @@ def _because(timeline: Timeline, x: int, since: float) -> str:
         if before >= 0 and timeline.ready[x] > since:
             return f"{what} were complete only after {ops[before % n].name}"
         return f"{what} take {format_seconds(took)} on the link"
+    if op.kind in ("all_to_all", "reduce_scatter", "all_gather"):
+        return _why_collective(timeline, x, since)
     if op.kind == "verdict":
         return ", which is complete only when backward has ended"
     return ""
+
+
+def _why_collective(timeline: Timeline, x: int, since: float) -> str:
+    """Say why a collective ended late: others before it, what it waited for, or its own length."""
+    ops, n = timeline.graph.ops, timeline.n
+    op = ops[x % n]
+    took, queued = timeline.end[x] - timeline.start[x], timeline.start[x] - timeline.ready[x]
+    what = f", which sends {format_bytes(op.link_bytes)} in {format_seconds(took)}"
+    behind = _queue(timeline, x)
+    if behind and queued > took:
+        return f"{what} and was queued behind {_count(behind, 'collective')} for {format_seconds(queued)}"
+    before = timeline.released_by[x]
+    if op.kind == "all_gather" and before >= 0 and timeline.ready[x] > since:
+        return f"{what} after {ops[before % n].name}{_because(timeline, before, since)}"
+    return what
 
 
 def _why_adam(timeline: Timeline, x: int, since: float) -> str:

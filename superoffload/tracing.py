@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -12,19 +13,21 @@ from superoffload.plan import Plan
 from superoffload.record import Record
 from superoffload.units import TERA
 
-Lane = Literal["gpu", "link_down", "link_up", "cpu_adam", "validator"]
-LANES: tuple[Lane, ...] = ("gpu", "link_down", "link_up", "cpu_adam", "validator")
+Lane = Literal["gpu", "link_down", "link_up", "cpu_adam", "validator", "interconnect"]
+LANES: tuple[Lane, ...] = ("gpu", "link_down", "link_up", "cpu_adam", "validator", "interconnect")
+"""In the order in which they are drawn; the last one only where there are several chips (`drawn_lanes`)."""
 LANE_TITLES: dict[str, str] = {
     "gpu": "GPU",
     "link_down": "Link GPU→CPU",
     "link_up": "Link CPU→GPU",
     "cpu_adam": "CPU Adam",
     "validator": "Validator",
+    "interconnect": "GPU↔GPUs",
 }
 
 Kind = Literal[
     "forward", "recompute", "backward", "gpu_adam", "cast", "norm", "copy_down", "copy_up", "fetch", "adam",
-    "cpu_cast", "verdict", "undo", "launch",
+    "cpu_cast", "verdict", "undo", "launch", "reduce_scatter", "all_gather", "all_to_all",
 ]  # fmt: skip
 
 
@@ -62,7 +65,10 @@ class Stall:
 
 
 class Trace(Record):
-    """A window of one or more steps; `step_s` is the steady-state time of one step."""
+    """A window of one or more steps; `step_s` is the steady-state time of one step.
+
+    Of several chips, events, stalls and memory are those of one (all are alike), tokens, FLOPs and peak those of all.
+    """
 
     schema_name: ClassVar[str] = "superoffload.trace"
 
@@ -138,4 +144,10 @@ class Trace(Record):
             "reasons": dict(self.plan.reasons),
             "hardware": self.hardware,
             "model": self.model,
+            **({"chips": self.plan.chips} if self.plan.chips > 1 else {}),
         }  # fmt: skip
+
+
+def drawn_lanes(events: Iterable[TraceEvent]) -> tuple[Lane, ...]:
+    """The lanes to draw: all of one chip, and the interconnect's where it has events."""
+    return LANES if any(e.lane == "interconnect" for e in events) else LANES[:-1]

@@ -64,18 +64,20 @@ def _wrap(text: str, width: int = 60) -> str:
 def timeline_figure(
     views: Sequence[vm.TimelineView], *, theme: Theme = PAPER, height: int = 300, legend: bool = True
 ) -> go.Figure:
-    """Draw one or more traces on the five lanes; see `timeline_spec`."""
+    """Draw one or more traces on their lanes; see `timeline_spec`."""
     return go.Figure(timeline_spec(views, theme=theme, height=height, legend=legend))
 
 
 def timeline_spec(
     views: Sequence[vm.TimelineView], *, theme: Theme = PAPER, height: int = 300, legend: bool = True
 ) -> Spec:
-    """Draw one or more traces on the five lanes; several share each lane, the first on top, on one time axis.
+    """Draw one or more traces on the five lanes of a chip, and on that between chips where there are several; several
+    traces share each lane, the first on top, on one time axis.
 
     One bar trace per kind of span and one for the waits, all in seconds.
     """
     n = max(1, len(views))
+    lanes = LANES[: max((v.lanes for v in views), default=len(LANES) - 1)]
     part = LANE_HEIGHT / n
 
     def rows(lane: Sequence[int], view: int) -> Any:
@@ -131,7 +133,7 @@ def timeline_spec(
     shapes: list[dict[str, Any]] = [
         {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": i - 0.44, "y1": i + 0.44, "layer": "below",
          "line": {"width": 0}, "fillcolor": theme.lane}
-        for i in range(len(LANES))
+        for i in range(len(lanes))
     ]  # fmt: skip
     starts = views[0].step_starts_s if views else ()
     shapes += [
@@ -162,8 +164,8 @@ def timeline_spec(
         uniformtext={"minsize": 9, "mode": "hide"},
         xaxis={"range": [0, length * 1.002], "tickformat": ".3~s", "ticksuffix": "s", "gridcolor": theme.grid,
                "zeroline": False, "tickfont": {"color": theme.muted, "size": 10}},
-        yaxis={"range": [len(LANES) - 0.5, -0.5], "tickvals": list(range(len(LANES))), "showgrid": False,
-               "ticktext": [LANE_TITLES[x] for x in LANES], "zeroline": False, "fixedrange": True, "ticks": "outside",
+        yaxis={"range": [len(lanes) - 0.5, -0.5], "tickvals": list(range(len(lanes))), "showgrid": False,
+               "ticktext": [LANE_TITLES[x] for x in lanes], "zeroline": False, "fixedrange": True, "ticks": "outside",
                "ticklen": 5, "tickcolor": CLEAR},
         showlegend=legend,
         legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 0, "yref": "container", "yanchor": "bottom",

@@ -23,6 +23,9 @@ KIND_COLOURS: dict[str, str] = {
     "verdict": GREY,
     "undo": BLACK,
     "launch": GREY,
+    "reduce_scatter": ORANGE,
+    "all_gather": GREEN,
+    "all_to_all": PURPLE,
 }
 """Two kinds share a colour only where they never share a lane."""
 

@@ -35,6 +35,9 @@ KIND_TITLES: dict[str, str] = {
     "verdict": "Verdict",
     "undo": "Undo",
     "launch": "Launch",
+    "reduce_scatter": "Reduce-scatter",
+    "all_gather": "All-gather",
+    "all_to_all": "All-to-all",
 }
 """Every kind of span in the order in which the legend lists it."""
 
@@ -84,6 +87,12 @@ class TimelineView:
     """Length of the window."""
     merged: int
     """How many events were merged into a neighbour to keep the drawing bounded."""
+
+    @property
+    def lanes(self) -> int:
+        """How many of LANES, from the first on, are drawn: the last one only where it has spans."""
+        last = len(LANES) - 1
+        return last + any(lane == last for g in self.groups for lane in g.lane)
 
     @property
     def bars(self) -> int:

@@ -19,6 +19,7 @@ from superoffload import model_source
 from superoffload.config import TrainingConfig, TunedConfig
 from superoffload.engine import OffloadAdamW
 from superoffload.errors import InputError
+from superoffload.plan import check_one_chip
 from superoffload.train import checkpoint
 from superoffload.train.data import TokenBlocks, load_blocks, locate
 from superoffload.train.logging import METRICS, RunLog
@@ -52,8 +53,10 @@ def train(
 
     Raises:
         InputError: bad data, another model than the config's, a folder that already holds a run.
+        NotSupported: the plan is for several chips.
     """
     cfg = config if isinstance(config, TunedConfig) else TunedConfig.load(config)
+    check_one_chip(cfg.plan)
     total = cfg.training.steps if steps is None else steps
     if total < 1:
         raise InputError(f"steps = {total}", expected="at least 1")

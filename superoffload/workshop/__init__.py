@@ -18,24 +18,30 @@ from superoffload.workshop.experiments import (
     retained_steps,
 )
 from superoffload.workshop.score import Challenge, Score, leaderboard
+from superoffload.workshop.several import Exchange, exchange, long_profile, on_chips, plain_plan
 from superoffload.workshop.storm import StepTimes, break_even_clip_rate, run_storm, step_times, storm_verdicts
 
 __all__ = [
     "LINKS_GB_PER_S",
     "LINK_NAMES",
     "Challenge",
+    "Exchange",
     "LinkPoint",
     "Score",
     "StepTimes",
     "adam_gb_per_s",
     "break_even_clip_rate",
     "cast_steps",
+    "exchange",
     "flow_cost",
     "flow_efficiency",
     "leaderboard",
     "link_at",
     "link_sweep",
+    "long_profile",
+    "on_chips",
     "pcie_era_plan",
+    "plain_plan",
     "retained_steps",
     "run_storm",
     "step_times",

@@ -21,6 +21,7 @@ from superoffload.profiler import Profile, estimate, retarget
 from superoffload.simulator import simulate, step_seconds
 from superoffload.units import ADAM_STREAM_BYTES, GB
 from superoffload.workshop import storm
+from superoffload.workshop.checks_several import sent_by_a_layer, short_exchange, states_of_a_chip
 from superoffload.workshop.experiments import (
     adam_gb_per_s,
     cast_steps,
@@ -362,6 +363,7 @@ CHECKS: dict[str, tuple[Callable[[Any], Result], ...]] = {
     "06": (_bytes_down, _crossing, _best_pair),
     "07": (_deepspeed_rate, _adam_seconds, _fewest_threads),
     "08": (_budget, _budget_and_speed, _exported),
+    "09": (states_of_a_chip, sent_by_a_layer, short_exchange),
     "10": (_better_by(0.0), _better_by(5.0), _smaller),
 }
 """Number of the notebook -> its exercises in order."""

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 from superoffload import model as shapes  # noqa: E402
 from superoffload import model_source as ms  # noqa: E402
 from superoffload.config import HardwareRef, OptimizerConfig, TrainingConfig, TunedConfig  # noqa: E402
-from superoffload.errors import InputError  # noqa: E402
+from superoffload.errors import InputError, NotSupported  # noqa: E402
 from superoffload.plan import Plan  # noqa: E402
 from superoffload.train import checkpoint, train  # noqa: E402
 from superoffload.train import logging as run_logging  # noqa: E402
@@ -105,6 +105,15 @@ def test_a_run_learns_and_writes_what_it_did(source: Path, text: Path, tmp_path:
     assert run[0]["lr"] == pytest.approx(2.5e-3)
     assert TunedConfig.load(tmp_path / "run" / "tuned.json") == cfg
     assert (result["first_loss"], result["last_loss"]) == (run[0]["loss"], run[-1]["loss"])
+
+
+def test_a_plan_for_several_chips_is_refused_before_anything_is_loaded(
+    source: Path, text: Path, tmp_path: Path
+) -> None:
+    cfg = config(source, plan={"data_parallel": 2, "sequence_parallel": 2})
+    with pytest.raises(NotSupported, match=r"the plan is for 4 Superchips .*trains on one"):
+        train(cfg, text, steps=1, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_checkpoint_is_an_ordinary_model_folder(source: Path, text: Path, tmp_path: Path) -> None:

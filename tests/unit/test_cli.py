@@ -99,7 +99,7 @@ def test_set_takes_every_field_by_its_type(capsys: pytest.CaptureFixture[str]) -
         "cast_up": "cpu", "speculate": "off", "adam_threads": "8", "activations": "none", "accumulation": "2",
         "accumulate_on": "cpu", "undo": "snapshot", "master": "plain", "compile_blocks": "true",
         "activations_by_block": "3:full,4:offload_inputs",
-        "undo_buckets": "7", "loss_chunks": "4",
+        "undo_buckets": "7", "loss_chunks": "4", "data_parallel": "1", "sequence_parallel": "1",
     }  # fmt: skip
     assert set(settings) == set(Plan.knobs()) - {"micro_batch", "seq_len"}
     arguments = [x for k, v in settings.items() for x in ("--set", f"{k}={v}")]
@@ -109,7 +109,7 @@ def test_set_takes_every_field_by_its_type(capsys: pytest.CaptureFixture[str]) -
         "cast_up": "cpu", "speculate": "off", "adam_threads": 8, "activations": "none", "accumulation": 2,
         "accumulate_on": "cpu", "undo": "snapshot", "micro_batch": 1, "seq_len": 128, "master": "plain",
         "activations_by_block": {"3": "full", "4": "offload_inputs"}, "compile_blocks": True, "undo_buckets": 7,
-        "loss_chunks": 4,
+        "loss_chunks": 4, "data_parallel": 1, "sequence_parallel": 1,
     }  # fmt: skip
     assert ok("plan", *SMALL, "--set", "flow_blocks=none", capsys=capsys)["plan"]["flow_blocks"] == []
     assert len(ok("plan", *SMALL, "--set", "flow=4", capsys=capsys)["plan"]["flow_blocks"]) == 4

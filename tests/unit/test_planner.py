@@ -53,6 +53,7 @@ def test_all_given_is_kept_as_given(bench: Profile) -> None:
         "cast_up": "gpu", "speculate": "on", "adam_threads": 5, "activations": "full", "micro_batch": 2,
         "seq_len": 1024, "accumulation": 2, "accumulate_on": "cpu", "undo": "snapshot", "master": "plain",
         "activations_by_block": {4: "none"}, "undo_buckets": 4, "loss_chunks": 2, "compile_blocks": True,
+        "data_parallel": 1, "sequence_parallel": 1,
     }  # fmt: skip
     assert make_plan(bench, **values) == Plan.model_validate(values)
 

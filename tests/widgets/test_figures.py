@@ -13,7 +13,7 @@ from superoffload.errors import InputError
 from superoffload.memory import Ledger, LedgerItem
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
-from superoffload.tracing import Trace
+from superoffload.tracing import Trace, TraceEvent
 from superoffload.widgets import figures, theme
 from superoffload.widgets import view_models as vm
 from superoffload.widgets.live import same
@@ -36,6 +36,20 @@ def test_the_number_of_traces_is_the_same_for_every_trace(trace: Trace, many_eve
     counts = {len(figures.timeline_figure([vm.timeline(t)]).data) for t in (trace, many_events)}
     counts.add(len(figures.timeline_figure([vm.timeline(trace), vm.timeline(many_events)]).data))
     assert len(counts) == 1
+
+
+def test_the_lane_between_chips_is_drawn_where_it_has_spans(trace: Trace) -> None:
+    several = trace.model_copy(
+        update={"events": (*trace.events, TraceEvent("interconnect", "all_to_all", "all-to-all", 0.02, 0.01, 10**8))}
+    )
+    for views, lanes in (([trace], 5), ([several], 6), ([trace, several], 6)):
+        figure = figures.timeline_figure([vm.timeline(t) for t in views])
+        assert len(figure.layout.yaxis.ticktext) == len(figure.layout.yaxis.tickvals) == lanes
+        assert tuple(figure.layout.yaxis.range) == (lanes - 0.5, -0.5)
+        assert sum(s.type == "rect" for s in figure.layout.shapes) == lanes
+    (bar,) = [b for b in figures.timeline_figure([vm.timeline(several)]).data if b.name == "All-to-all"]
+    assert list(bar.y) == [5.0]
+    assert list(bar.x) == pytest.approx([0.01])
 
 
 def test_two_traces_share_each_lane_without_overlap(trace: Trace, make_trace: Callable[..., Trace]) -> None:
