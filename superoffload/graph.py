@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from superoffload.activation_costs import (
     check_policies,
 )
+from superoffload.bucket_sums import CutBuckets
 from superoffload.collectives import check_chips
 from superoffload.errors import InputError
 from superoffload.hardware import Curve
@@ -92,11 +93,9 @@ def buckets_of(profile: Profile, bucket_mb: float, flow_blocks: tuple[int, ...] 
 
 
 @functools.lru_cache(maxsize=128)
-def _cut(
-    blocks: tuple[tuple[str, tuple[int, ...]], ...], bucket_mb: float, flow_blocks: tuple[int, ...]
-) -> list[Bucket]:
+def _cut(blocks: tuple[tuple[str, tuple[int, ...]], ...], bucket_mb: float, flow_blocks: tuple[int, ...]) -> CutBuckets:
     """Cached because a slider move or a search cuts the same model several times; nobody changes the list."""
-    return cut_buckets(_backward_tensors(blocks, flow_blocks), bucket_mb)
+    return CutBuckets(cut_buckets(_backward_tensors(blocks, flow_blocks), bucket_mb))
 
 
 @functools.lru_cache(maxsize=32)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from superoffload.activation_costs import IN_FLIGHT_BLOCKS, block_cost, peaks, policies_of
-from superoffload.layout import ring_slots
+from superoffload.bucket_sums import Kind, sums_of
 from superoffload.loss_costs import in_chunks
 from superoffload.plan import Activations, check_one_chip
 from superoffload.record import Record
-from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, FP32_BYTES, GB, REMAINDER_BYTES, UNDO_BYTES
+from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, FP32_BYTES, GB, REMAINDER_BYTES
 
 if TYPE_CHECKING:
     from superoffload.layout import Bucket
@@ -29,8 +29,6 @@ COLLECTIVES_BYTES = 1_000_000_000
 EXCHANGE_COPIES = 2
 """Times that what an all-to-all sends exists beside what it brings: as it was made, and in order of the chips that it
 goes to; assumed."""
-UNDO_TILE, UNDO_TILE_BYTES = 16384, 640 * 16 + 4
-"""Elements that share an escape list, and its bytes; csrc/undo.h."""
 SMALL_HOST_RESERVE_BYTES = 2_000_000_000
 """The same where GPU and CPU share one memory, as on a laptop; assumed."""
 
@@ -150,62 +148,74 @@ def state_items(buckets: Sequence[Bucket], plan: Plan, flow_block_bytes: Sequenc
 
     if chips != plan.chips:
         check_one_chip(plan)
-    share = plan.share
-    first_retained = max(0, len(buckets) - plan.retained_buckets)
-    on_cpu, retained = buckets[:first_retained], buckets[first_retained:]
+    sums = sums_of(buckets, plan.chips)
+    n, at_once = max(0, sums.count - plan.retained_buckets), plan.compile_blocks
     costs = {dtype: graph.bucket_cost(plan, dtype) for dtype in DTYPE_BYTES}
 
+    def on_cpu(kind: Kind) -> int:
+        return sums.first(kind, n)
+
+    def retained(kind: Kind) -> int:
+        return sums.rest(kind, n)
+
+    def every(kind: Kind) -> bool:
+        return True
+
+    def fp32(kind: Kind) -> bool:
+        return kind[0] == "float32"
+
+    def flow(kind: Kind) -> bool:
+        return kind[1]
+
+    def stays(kind: Kind) -> bool:
+        return not flow(kind)
+
+    def item(kind: Kind) -> int:
+        return DTYPE_BYTES[kind[0]]
+
     # What goes up the link is pinned: the 16-bit copy, or the master where the GPU casts or weights are float32. A flow
-    # block's 16-bit copy is its home, whoever casts.
-    copied = [b for b in on_cpu if b.dtype != "float32" and (plan.cast_up != "gpu" or b.flow)]
-    homes = [b for b in copied if b.flow]
-    retained_homes = sum(share(b.numel) * DTYPE_BYTES[b.dtype] for b in retained if b.flow)
-    own = [b for b in on_cpu if b.flow and b.dtype == "float32"]  # of these the master is the home
-    goes_up = any(not b.flow and (b.dtype == "float32" or plan.cast_up == "gpu") for b in on_cpu)
-    pinned_master = 4 * sum(share(b.numel) for b in (on_cpu if goes_up else own))
-    numel = {"cpu": sum(share(b.numel) for b in on_cpu), "largest": max((share(b.numel) for b in on_cpu), default=0)}
-    halved = sum(share(b.numel) for b in on_cpu if plan.master == "split" and b.dtype == "bfloat16")
-    casts = [share(b.numel) for b in on_cpu if costs[b.dtype].cast_down_bytes]
-    largest_down = max((share(b.numel) * costs[b.dtype].down_bytes for b in on_cpu), default=0)
-    whole = max((b.numel * DTYPE_BYTES[b.dtype] for b in buckets), default=0) if chips > 1 else 0
+    # block's 16-bit copy is its home, whoever casts; of float32 weights that flow the master is.
+    goes_up = sums.over(lambda k: stays(k) and (fp32(k) or plan.cast_up == "gpu"), on_cpu)
+    pinned_master = 4 * sums.over(every if goes_up else lambda k: flow(k) and fp32(k), on_cpu)
+    cpu = sums.over(every, on_cpu)
+    halved = sums.over(lambda k: plan.master == "split" and k[0] == "bfloat16", on_cpu)
+    largest = {k: sums.largest_of_first(k, n) for k in sums.kinds}
+    largest_down = max((largest[k] * costs[k[0]].down_bytes for k in sums.kinds), default=0)
+    cast = max((largest[k] for k in sums.kinds if costs[k[0]].cast_down_bytes), default=0)
+    whole = max((sums.whole_largest[k] * item(k) for k in sums.kinds), default=0) if chips > 1 else 0
     gpu = {
-        "16-bit weights": sum(2 * b.numel for b in buckets if b.dtype != "float32" and not b.flow),
-        "float32 weights": sum(4 * b.numel for b in buckets if b.dtype == "float32" and not b.flow),
+        "16-bit weights": sums.over(lambda k: stays(k) and not fp32(k), lambda k: 2 * sums.whole[k]),
+        "float32 weights": sums.over(lambda k: stays(k) and fp32(k), lambda k: 4 * sums.whole[k]),
         "flow slots": min(plan.prefetch_blocks + 1, len(flow_block_bytes)) * max(flow_block_bytes, default=0),
         "new weights of retained flow buckets": 2
-        * max((share(b.numel) * DTYPE_BYTES[b.dtype] for b in retained if b.flow), default=0),
-        "gradients to reduce-scatter": ring_slots(buckets, at_once=plan.compile_blocks) * whole,
-        "gradient ring": ring_slots(on_cpu, at_once=plan.compile_blocks) * largest_down,
-        "upload staging": 4 * numel["largest"] if plan.cast_up == "gpu" else 0,
-        "retained master weights and moments": sum(
-            share(b.numel) * (ADAM_STATE_BYTES - (4 if b.dtype == "float32" and not b.flow else 0)) for b in retained
+        * max((sums.largest_of_rest(k, n) * item(k) for k in sums.kinds if flow(k)), default=0),
+        "gradients to reduce-scatter": sums.ring_slots(sums.count, at_once=at_once) * whole,
+        "gradient ring": sums.ring_slots(n, at_once=at_once) * largest_down,
+        "upload staging": 4 * max(largest.values(), default=0) if plan.cast_up == "gpu" else 0,
+        "retained master weights and moments": sums.over(
+            every, lambda k: retained(k) * (ADAM_STATE_BYTES - (4 if fp32(k) and stays(k) else 0))
         ),
-        "retained gradients": sum(share(b.numel) * DTYPE_BYTES[b.dtype] for b in retained),
+        "retained gradients": sums.over(every, lambda k: retained(k) * item(k)),
         "fetched gradient bucket": largest_down if plan.accumulate_on == "cpu" else 0,
     }
     pinned = {
-        "held gradients": sum(share(b.numel) * costs[b.dtype].down_bytes for b in on_cpu),
-        "upload copy of new weights": sum(share(b.numel) * DTYPE_BYTES[b.dtype] for b in copied if not b.flow),
-        "home of flow blocks": retained_homes + sum(share(b.numel) * DTYPE_BYTES[b.dtype] for b in homes),
+        "held gradients": sums.over(every, lambda k: on_cpu(k) * costs[k[0]].down_bytes),
+        "upload copy of new weights": sums.over(
+            lambda k: stays(k) and not fp32(k) and plan.cast_up != "gpu", lambda k: on_cpu(k) * item(k)
+        ),
+        "home of flow blocks": sums.over(flow, lambda k: retained(k) * item(k))
+        + sums.over(lambda k: flow(k) and not fp32(k), lambda k: on_cpu(k) * item(k)),
         "pinned master weights": pinned_master,
     }
+    undone = 0 if plan.speculate == "off" else n if plan.undo_buckets is None else min(n, plan.undo_buckets)
     host = {
-        ("moments" if pinned_master else "master weights and moments"): ADAM_STATE_BYTES * numel["cpu"]
+        ("moments" if pinned_master else "master weights and moments"): ADAM_STATE_BYTES * cpu
         - pinned_master
         - (FP32_BYTES - REMAINDER_BYTES) * halved,
-        "float32 gradient of one bucket": 4 * max(casts, default=0),
-        f"undo {plan.undo}s": sum(share(_undo_bytes(b, plan.undo)) for b in on_cpu if plan.may_undo(b.index)),
+        "float32 gradient of one bucket": 4 * cast,
+        f"undo {plan.undo}s": sums.undo_of_first(plan.undo, undone),
     }
     return {"gpu": gpu, "pinned": pinned, "host": host}
-
-
-def _undo_bytes(bucket: Bucket, undo: str) -> int:
-    """A bucket's undo record: `UNDO_BYTES` for each element, an escape list for each tile of a segment. A snapshot is
-    as large as the state."""
-    if undo == "snapshot":
-        return ADAM_STATE_BYTES * bucket.numel
-    tiles = sum(-(-s.numel // UNDO_TILE) for s in bucket.segments)
-    return UNDO_BYTES * bucket.numel + tiles * UNDO_TILE_BYTES
 
 
 def _weights(blocks: list[BlockProfile] | tuple[BlockProfile, ...]) -> int:

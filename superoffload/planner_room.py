@@ -9,7 +9,7 @@ from superoffload import graph
 from superoffload.fitting import evenly
 from superoffload.loss_costs import enough_chunks
 from superoffload.memory import ledger
-from superoffload.plan import Plan, Processor
+from superoffload.plan import Activations, Plan, Processor
 from superoffload.profiler import Profile
 from superoffload.units import DTYPE_BYTES
 
@@ -26,10 +26,10 @@ class Room:
         self.weights = sum(b.params * DTYPE_BYTES[b.dtype] for b in profile.blocks)
         """Bytes of the weights as the GPU reads them."""
 
-    def frugal(self, plan: Plan) -> Plan:
-        """`plan` with activations recomputed, the loss in chunks, and on the GPU only the buckets that the host has no
-        room for, where these fields are open."""
-        least: dict[str, Any] = {"activations": "full", "retained_buckets": 0}
+    def frugal(self, plan: Plan, activations: Activations = "full") -> Plan:
+        """`plan` with `activations`, the loss in chunks, and on the GPU only the buckets that the host has no room for,
+        where these fields are open."""
+        least: dict[str, Any] = {"activations": activations, "retained_buckets": 0}
         plan = plan.model_copy(update={k: v for k, v in least.items() if k not in self.given})
         if "loss_chunks" not in self.given:
             plan = plan.model_copy(update={"loss_chunks": enough_chunks(self.profile, plan)})
@@ -68,11 +68,14 @@ class Room:
 
     def can_fit(self, plan: Plan) -> bool:
         """Whether some choice of the open fields makes the plan fit, `speculate` as it is."""
-
+        # Inputs of layers lie on the GPU, or on the host: what is short of the one may not be of the other.
+        policies: tuple[Activations, ...] = ("full", "offload_inputs")
+        if "activations" in self.given or self.profile.hardware.shared_memory:
+            policies = policies[:1]
         holders = self.holders(plan)
-        if len(holders) > 1:
-            return any(self._can_fit(plan.model_copy(update={"accumulate_on": h})) for h in holders)
-        return self._can_fit(plan)
+        return any(
+            self._can_fit(plan.model_copy(update={"accumulate_on": h}), policy) for policy in policies for h in holders
+        )
 
     def all_on_host(self, plan: Plan) -> Plan:
         """`plan` with as much on the host as the open fields allow: states, weights, accumulated gradients."""
@@ -86,16 +89,16 @@ class Room:
             return (plan.accumulate_on,)
         return ("gpu", "cpu")
 
-    def _can_fit(self, plan: Plan) -> bool:
+    def _can_fit(self, plan: Plan, activations: Activations) -> bool:
         def fits(flow: tuple[int, ...]) -> bool:
-            frugal = self.frugal(plan.model_copy(update={"flow_blocks": flow}))
+            frugal = self.frugal(plan.model_copy(update={"flow_blocks": flow}), activations)
             return self.gpu_over(frugal) <= 0 and self.host_over(frugal) <= 0
 
         if fits(plan.flow_blocks):
             return True
         if "flow_blocks" in self.given:
             return False
-        on_host, on_gpu = self.layers_by_state(self.frugal(plan))
+        on_host, on_gpu = self.layers_by_state(self.frugal(plan, activations))
         return fits(tuple(on_host)) or fits(tuple(sorted([*on_host, *on_gpu])))
 
     def layers_by_state(self, stationary: Plan) -> tuple[list[int], list[int]]:

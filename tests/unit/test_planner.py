@@ -509,3 +509,12 @@ def test_the_fewest_retained_buckets_that_relieve_the_host_are_found_quickly(
     monkeypatch.setattr(planner_room, "ledger", counted)
     assert planner_room.Room(small, ()).relieving_host(plan).retained_buckets == expected
     assert asked < 16, "walks from one number to the next"
+
+
+def test_speculation_is_not_given_up_where_only_offloaded_inputs_fit() -> None:
+    """Inputs of layers fill the GPU there, and the host has room for them and for undo records."""
+    profile = estimate("paper-13b", micro_batch=1, seq_len=196_608, hardware="gh200")
+    chosen = make_plan(profile)
+    assert chosen.activations == "offload_inputs"
+    assert "no plan has memory" not in chosen.reasons["speculate"]
+    assert ledger(profile, make_plan(profile, speculate="on")).fits
