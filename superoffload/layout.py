@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from superoffload.units import FP32_BYTES, MIB
 
@@ -61,11 +61,11 @@ class Bucket:
     """Blocks that own a segment, in order of appearance."""
     flow: bool = False
     """Whether its weights live on the host and are fetched before each use."""
+    params: int = field(init=False)
+    """Parameters without padding."""
 
-    @property
-    def params(self) -> int:
-        """Parameters without padding."""
-        return sum(s.numel for s in self.segments)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", sum(s.numel for s in self.segments))
 
 
 def bucket_elements(bucket_mb: float) -> int:

@@ -107,7 +107,8 @@ class Plan(Record):
 
     def share(self, count: int) -> int:
         """What one chip has of `count` elements that are divided over all chips, padding included."""
-        return -(-count // self.chips)
+        chips = self.data_parallel * self.sequence_parallel
+        return count if chips == 1 else -(-count // chips)
 
     def activations_of(self, block: int) -> Activations:
         """The policy of a layer block."""
