@@ -23,6 +23,8 @@ from superoffload.profiling_state import untouched
 from superoffload.search_result import Measured, SearchResult, Trial, ranked
 from superoffload.tracing import Trace
 
+WARMUP_STEPS = 2
+"""Steps that are not timed. The first of an optimizer never speculates, and the second waits for its late Adam."""
 MAX_GRAD_NORM = 1.0
 """Clipping is part of the step that is measured; with a learning rate of 0 its value changes nothing."""
 
@@ -41,7 +43,7 @@ def measure_steps(
     stop: threading.Event | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Trace:
-    """Run one step to warm up and `steps` more with this plan, at a learning rate of 0.
+    """Run `WARMUP_STEPS` steps to warm up and `steps` more with this plan, at a learning rate of 0.
 
     Weights, gradients, buffers, random state, modes and dtype are bit-identical afterwards, also after an error,
     running out of memory, or a cancel.
@@ -85,7 +87,9 @@ def measure_steps(
             record_trace=True,
         )
         try:
-            for step in range(steps + 1):
+            for step in range(WARMUP_STEPS + steps):
+                if step == WARMUP_STEPS:
+                    opt.engine.recorder.start_over()
                 for k in range(plan.accumulation):
                     if stop is not None and stop.is_set():
                         raise Cancelled("the measurement was cancelled", remedy="The model is as it was before")
@@ -121,7 +125,7 @@ def measure_best(
     Args:
         result: of a profile that was measured here.
         count: how many of the best plans that fit and are fast enough.
-        steps: measured steps of each, after one to warm up.
+        steps: measured steps of each, after `WARMUP_STEPS` to warm up.
         progress: called with (trial, steps done, steps of the trial with the warm-up).
 
     Returns:
@@ -144,7 +148,7 @@ def measure_best(
         profile = rescale(result.profile, micro_batch=plan.micro_batch, seq_len=plan.seq_len)
         shape = (plan.micro_batch, plan.seq_len)
         ids = torch.randint(len(words), shape, generator=torch.Generator().manual_seed(0))
-        say = None if progress is None else functools.partial(_say, progress, trial, steps + 1)
+        say = None if progress is None else functools.partial(_say, progress, trial, WARMUP_STEPS + steps)
         noted = Measured(number=trial.number, predicted_s=trial.step_s or 0.0)
         try:
             trace = measure_steps(model, ids, profile, plan, steps=steps, progress=say)

@@ -151,6 +151,10 @@ class Recorder:
         if self._spans and self._spans[0][0] < oldest:
             self._spans = [s for s in self._spans if s[0] >= oldest]
 
+    def start_over(self) -> None:
+        """Forget how long the steps so far took: the next one begins where the last has ended."""
+        del self._bounds[:-1]
+
     def end_backward(self) -> None:
         """The last block's backward has no successor to end it: `step()` does."""
         if self.on:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn  # noqa: E402
 from superoffload.engine import OffloadAdamW  # noqa: E402
 from superoffload.errors import InputError  # noqa: E402
 from superoffload.hardware import preset  # noqa: E402
-from superoffload.measuring import Cancelled, measure_steps  # noqa: E402
+from superoffload.measuring import WARMUP_STEPS, Cancelled, measure_steps  # noqa: E402
 from superoffload.plan import Plan  # noqa: E402
 from superoffload.profiler import Profile  # noqa: E402
 from superoffload.profiling import profile as measure_profile  # noqa: E402
@@ -94,11 +95,23 @@ def test_measuring_leaves_the_model_bit_identical(
     done: list[int] = []
     trace = measure_steps(model, BATCH, profiled, plan_for(profiled, **fields), steps=2, progress=done.append)
     assert state(model) == before
-    assert done == [1, 2, 3]
+    assert done == [1, 2, 3, 4]
     assert (trace.source, trace.hardware) == ("measured", "laptop")
     assert trace.step_s > 0
     assert trace.tokens_per_step == 32 * int(fields.get("accumulation", 1))  # type: ignore[call-overload]
     assert {"forward", "backward"} <= {e.kind for e in trace.events}
+
+
+def test_steps_of_the_warm_up_are_not_timed(model: nn.Module, profiled: Profile) -> None:
+    slow = [True]
+    handle = model.register_forward_pre_hook(lambda *_: time.sleep(0.5) if slow[0] else None)
+
+    def progress(done: int) -> None:
+        slow[0] = done < WARMUP_STEPS
+
+    trace = measure_steps(model, BATCH, profiled, plan_for(profiled), steps=2, progress=progress)
+    handle.remove()
+    assert trace.step_s < 0.5
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's compiler
