@@ -22,6 +22,7 @@ from superoffload.simulator import simulate
 from superoffload.tracing import Trace
 from superoffload.widgets import RunPanel, Tuner
 from superoffload.widgets.controls import ACTIVATION_HELP
+from superoffload.widgets.live import FigureCode, LiveFigure
 from superoffload.widgets.session import Session
 
 Sent = list[tuple[str, int]]
@@ -386,6 +387,16 @@ def test_a_reopened_view_gets_the_present_data(tuner: Tuner) -> None:
     assert after[adam]["x"]["shape"] != before[adam]["x"]["shape"] or bytes(after[adam]["x"]["buffer"]) != bytes(
         before[adam]["x"]["buffer"]
     )
+
+
+def test_figures_share_one_copy_of_plotlys_code(tuner: Tuner, sent: Sent) -> None:
+    source = FigureCode.shared()
+    assert len(source.code) > 1_000_000
+    figure = LiveFigure({"data": [{"type": "bar", "x": [1]}], "layout": {}})
+    assert figure._code_id == tuner.timeline._code_id == source.model_id
+    assert sum(n for _, n in sent) < 100_000
+    source.close()
+    assert FigureCode.shared().model_id != source.model_id, "a new one where somebody has closed it"
 
 
 def test_the_theme_reaches_the_figures(tuner: Tuner) -> None:
