@@ -395,8 +395,9 @@ def test_figures_share_one_copy_of_plotlys_code(tuner: Tuner, sent: Sent) -> Non
     figure = LiveFigure({"data": [{"type": "bar", "x": [1]}], "layout": {}})
     assert figure._code_id == tuner.timeline._code_id == source.model_id
     assert sum(n for _, n in sent) < 100_000
+    before = source.model_id
     source.close()
-    assert FigureCode.shared().model_id != source.model_id, "a new one where somebody has closed it"
+    assert FigureCode.shared().model_id != before, "a new one where somebody has closed it"
 
 
 def test_the_theme_reaches_the_figures(tuner: Tuner) -> None:
