@@ -186,7 +186,7 @@ def _threads(profile: Profile, plan: Plan) -> Sequence[float]:
 AXES: dict[str, SweepAxis] = {
     "bucket_mb": SweepAxis("bucket size, MiB", _bucket_sizes, lambda profile, plan: plan.bucket_mb, _with_size),
     "retained": SweepAxis(
-        "retained buckets, share of all", lambda profile, plan: SHARES, _share, _with_share, lambda v: f"{v:.3g}"
+        "retained buckets, % of all", lambda profile, plan: SHARES, _share, _with_share, lambda v: f"{100 * v:.3g}"
     ),
     "micro_batch": SweepAxis(
         "micro-batch, sequences", lambda profile, plan: MICRO_BATCHES, lambda profile, plan: plan.micro_batch,

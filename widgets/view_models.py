@@ -255,12 +255,13 @@ def headline(trace: Trace, baseline: Numbers | None = None) -> tuple[HeadlineIte
         before = getattr(baseline, field) if baseline else None
         if field == "mfu" and not (now.mfu and before):  # one of the two has no peak to compare with
             before = None
-        delta, verdict = _difference(field, getattr(now, field), before)
+        delta, verdict = difference(field, getattr(now, field), before)
         items.append(HeadlineItem(name, value, now.label, delta, verdict, help))
     return tuple(items)
 
 
-def _difference(field: str, now: float, before: float | None) -> tuple[str, Verdict]:
+def difference(field: str, now: float, before: float | None) -> tuple[str, Verdict]:
+    """How a number of `Numbers` differs from the one before, and whether that is better."""
     if before is None:
         return "", ""
     if field in ("mfu", "gpu_busy"):
