@@ -133,7 +133,8 @@ class Compare(W.VBox):  # type: ignore[misc]
 
     def close(self) -> None:
         """Give up a sweep that is under way and close the widgets."""
-        self.sweeps.close()
+        if hasattr(self, "sweeps"):  # ipywidgets closes what was never built, too
+            self.sweeps.close()
         super().close()
 
 

@@ -98,8 +98,10 @@ class ComparePanel(W.VBox):  # type: ignore[misc]
         self._job.wait(timeout_s)
 
     def close(self) -> None:
-        self._job.drop()
-        self.compare.close()
+        """Give up what is being planned and close the widgets."""
+        if hasattr(self, "compare"):
+            self._job.drop()
+            self.compare.close()
         super().close()
 
     def _offer(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -188,6 +188,10 @@ class Session:
     def unpin(self) -> None:
         self._keep_baseline(None)
         self.saver()
+
+    def end_entry(self) -> None:
+        """Make the next edit an entry of the undo history of its own, however quickly it follows."""
+        self._history[-1] = replace(self._history[-1], topic="")
 
     # ---- undo ----------------------------------------------------------------------------------------------------
 

@@ -131,7 +131,9 @@ class SweepPanel(W.VBox):  # type: ignore[misc]
             self.figure.show_spec(sweep_spec(self.view or empty_view("Simulating …"), theme=self._theme()))
 
     def close(self) -> None:
-        self._job.drop()
+        """Give up a sweep that is under way and close the widgets."""
+        if hasattr(self, "_job"):
+            self._job.drop()
         super().close()
 
     def _changed(self) -> None:

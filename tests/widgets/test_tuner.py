@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import comm
 import pytest
-from comm.base_comm import BaseComm
 
 from superoffload.config import OptimizerConfig, TunedConfig
 from superoffload.errors import InputError
@@ -26,22 +23,6 @@ from superoffload.widgets.live import FigureCode, LiveFigure
 from superoffload.widgets.session import Session
 
 Sent = list[tuple[str, int]]
-
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """Every message to the front end as (type, bytes)."""
-    out: Sent = []
-
-    class Counting(BaseComm):
-        def publish_msg(
-            self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **_: Any
-        ) -> None:
-            size = len(json.dumps(data, default=str)) + sum(memoryview(b).nbytes for b in buffers or ())
-            out.append((msg_type, size))
-
-    monkeypatch.setattr(comm, "create_comm", Counting)
-    return out
 
 
 @pytest.fixture(scope="module")
