@@ -78,18 +78,24 @@ class Comparison:
     """Fields of the plan in which at least two differ."""
 
 
-def named(plans: Sequence[Plan | Trace] | Mapping[str, Plan | Trace]) -> dict[str, Plan | Trace]:
+def named(plans: Any) -> dict[str, Plan | Trace]:
     """Plans by name; those of a list are called by their number.
 
     Raises:
-        InputError: fewer than two, more than six, or something that is neither a plan nor a trace.
+        InputError: fewer than two, more than six, or something that is neither a plan nor a trace (nor a list or
+            mapping of them).
     """
     if isinstance(plans, Plan | Trace):
         found: dict[str, Any] = {"plan 1": plans}
     elif isinstance(plans, Mapping):
         found = {str(name): plan for name, plan in plans.items()}
     else:
-        found = {f"plan {i}": plan for i, plan in enumerate(plans, 1)}
+        try:
+            found = {f"plan {i}": plan for i, plan in enumerate(plans, 1)}
+        except TypeError:
+            raise InputError(
+                f"plans is a {type(plans).__name__}", expected="a list of plans, or plans by name"
+            ) from None
     for name, plan in found.items():
         if not isinstance(plan, Plan | Trace):
             raise InputError(f'"{name}" is a {type(plan).__name__}', expected="a Plan, or a Trace of one")

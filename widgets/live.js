@@ -1,7 +1,7 @@
 // Plotly's own code is some 5 MB. It lies in one widget that all figures of a kernel share, and is loaded once a page.
 const loaded = (globalThis.superoffloadFigureCode ??= new Map());
 const sourceOf = async (model) => {
-  const id = model.get("_code_id");
+  const id = model.get("_code_source").slice("IPY_MODEL_".length);
   for (let tries = 0; ; tries++) {
     try { return await model.widget_manager.get_model(id); }
     catch (error) {  // a reopened page makes its models in any order

@@ -34,12 +34,13 @@ class LiveFigure(go.FigureWidget):  # type: ignore[misc]
     """A FigureWidget that turns into another picture of the same traces by sending only what differs."""
 
     _esm = Path(__file__).with_name("live.js")
-    _code_id = traitlets.Unicode().tag(sync=True)
+    _code_source = traitlets.Instance(FigureCode).tag(sync=True, **W.widget_serialization)
+    """A reference, so that an export of this figure takes its code along."""
     _code_version = traitlets.Unicode(plotly.__version__).tag(sync=True)
 
-    @traitlets.default("_code_id")
-    def _find_code(self) -> str:
-        return str(FigureCode.shared().model_id)
+    @traitlets.default("_code_source")
+    def _find_code(self) -> FigureCode:
+        return FigureCode.shared()
 
     def __init__(self, spec: Spec):
         super().__init__(spec)

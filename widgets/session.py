@@ -87,7 +87,7 @@ class Session:
         self.save_error: str | None = None
         self.saver: Callable[[], None] = self.save
         """Called after every change; a dashboard may put it off until the hand rests."""
-        self._buckets: tuple[float, list[Bucket]] | None = None
+        self._buckets: tuple[tuple[float, tuple[int, ...]], list[Bucket]] | None = None
         if plan is None:
             plan = self._make_plan()
         elif (plan.micro_batch, plan.seq_len) != (profile.micro_batch, profile.seq_len):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ipywidgets.embed import dependency_state
 
 from superoffload.config import OptimizerConfig, TunedConfig
 from superoffload.errors import InputError
@@ -374,7 +375,11 @@ def test_figures_share_one_copy_of_plotlys_code(tuner: Tuner, sent: Sent) -> Non
     source = FigureCode.shared()
     assert len(source.code) > 1_000_000
     figure = LiveFigure({"data": [{"type": "bar", "x": [1]}], "layout": {}})
-    assert figure._code_id == tuner.timeline._code_id == source.model_id
+    assert figure._code_source is tuner.timeline._code_source is source
+    assert figure.get_state()["_code_source"] == f"IPY_MODEL_{source.model_id}", "live.js reads it like this"
+    assert source.model_id in dependency_state([figure], drop_defaults=False), (
+        "an export of the figure takes the code along"
+    )
     assert sum(n for _, n in sent) < 100_000
     before = source.model_id
     source.close()
