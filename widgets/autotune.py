@@ -80,15 +80,15 @@ class Autotune(W.VBox):  # type: ignore[misc]
 
         self.objective = W.Dropdown(
             options=[(sv.OBJECTIVE_TITLES[o], o) for o in OBJECTIVES], description="Find",
-            layout=W.Layout(width="166px", margin="0 6px 0 0"), style={"description_width": "30px"},
+            layout=W.Layout(width="170px", margin="0 6px 0 0"), style={"description_width": "30px"},
         )  # fmt: skip
-        self.gpu = text("GPU GB", "114px", "54px", "Most memory of the GPU, in decimal GB; empty: all that there is")
-        self.host = text("Host GB", "118px", "58px", "Most memory of the host, in decimal GB; empty: all that there is")
-        self.goal = text("Tokens/s", "122px", "60px", "The least throughput, for the memory objectives")
-        self.tokens = text("Tokens/step", "142px", "80px", "Tokens of an optimizer step, kept by all plans")
+        self.gpu = text("GPU GB", "118px", "54px", "Most memory of the GPU, in decimal GB; empty: all that there is")
+        self.host = text("Host GB", "124px", "58px", "Most memory of the host, in decimal GB; empty: all that there is")
+        self.goal = text("Tokens/s", "118px", "60px", "The least throughput, for the memory objectives")
+        self.tokens = text("Tokens/step", "144px", "80px", "Tokens of an optimizer step, kept by all plans")
         self.trials = W.BoundedIntText(
             TRIALS, min=1, max=100_000, description="Plans", tooltip="How many plans are tried at most",
-            layout=W.Layout(width="108px"), style={"description_width": "40px"},
+            layout=W.Layout(width="112px"), style={"description_width": "40px"},
         )  # fmt: skip
         self.objective.observe(lambda _: self.offer(), names="value")
         self.start = button("Search", "Try many plans in the background", guard(lambda _: self.run()))

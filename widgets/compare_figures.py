@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
 
 from superoffload.tracing import LANES, Trace
 from superoffload.widgets import view_models as vm
 from superoffload.widgets.compare_views import SweepView
 from superoffload.widgets.figures import LANE_HEIGHT, Spec, _base, _wrap, timeline_spec
-from superoffload.widgets.theme import PAPER, SEQUENTIAL, Theme
+from superoffload.widgets.theme import PAPER, SEQUENTIAL, Theme, text_on
 
 ROW_PIXELS = 13
 """Height of one plan's row within a lane."""
@@ -83,7 +85,16 @@ def sweep_spec(view: SweepView, *, theme: Theme = PAPER, height: int = 330) -> S
 
     def number(row: int, column: int) -> str:
         value = view.tokens_per_s[row][column]
-        return "" if value is None else ("★ " if (column, row) == view.best else "") + _short(value)
+        return "✕" if value is None else ("★ " if (column, row) == view.best else "") + _short(value)
+
+    shown = [v for row in view.tokens_per_s for v in row if v is not None]
+    low, high = min(shown, default=0.0), max(shown, default=1.0)
+
+    def ink(value: float | None) -> str:
+        if value is None:
+            return theme.text
+        (colour,) = sample_colorscale(SEQUENTIAL, [(value - low) / (high - low) if high > low else 0.5])
+        return text_on("#" + "".join(f"{int(float(part)):02x}" for part in re.findall(r"[\d.]+", colour)))
 
     hover = [[told(r, c) for c in columns] for r in rows]
     missing = [[1.0 if v is None else None for v in row] for row in view.tokens_per_s]
@@ -94,16 +105,19 @@ def sweep_spec(view: SweepView, *, theme: Theme = PAPER, height: int = 330) -> S
     data = [
         {
             **same, "name": "Tokens/s", "z": [list(row) for row in view.tokens_per_s], "colorscale": SEQUENTIAL,
-            "text": [[number(r, c) for c in columns] for r in rows], "texttemplate": "%{text}",
-            "textfont": {"size": 10}, "showscale": True,
+            "zmin": low, "zmax": high, "showscale": True,
             "colorbar": {"thickness": 10, "outlinewidth": 0, "tickfont": {"size": 10, "color": theme.muted},
                          "tickformat": "~s", "title": {"text": "tokens/s", "font": {"size": 10, "color": theme.muted}}},
         },
         {
             **same, "name": "Does not fit", "z": missing, "zmin": 0, "zmax": 1, "showscale": False,
             "colorscale": [[0, theme.grid], [1, theme.grid]],
-            "text": [["✕" if v else "" for v in row] for row in missing], "texttemplate": "%{text}",
-            "textfont": {"size": 11, "color": theme.text},
+        },
+        {
+            "type": "scatter", "name": "Numbers", "mode": "text", "hoverinfo": "skip", "showlegend": False,
+            "x": [c for r in rows for c in columns], "y": [r for r in rows for _ in columns],
+            "text": [number(r, c) for r in rows for c in columns],
+            "textfont": {"size": 10, "color": [ink(view.tokens_per_s[r][c]) for r in rows for c in columns]},
         },
     ]  # fmt: skip
     column, row = view.own

@@ -56,6 +56,7 @@ class ComparePanel(W.VBox):  # type: ignore[misc]
             self.ticks[name] = tick
         self.compare = Compare.inside(bridge)
         self.compare.layout.display = "none"
+        self.compare.head.layout.display = "none"  # the Tuner has it
         row = W.HBox(list(self.ticks.values()), layout=W.Layout(flex_flow="row wrap", width="100%"))
         row.add_class("so-ticks")
         super().__init__([row, self.messages, self.compare], layout=W.Layout(width="100%"))

@@ -106,7 +106,7 @@ def search_spec(
 def _note(where: str, value: float, text: str, theme: Theme) -> dict[str, Any]:
     font = {"size": 10, "color": theme.warn}
     if where == "x":
-        return {"x": value, "y": 1, "yref": "paper", "yanchor": "top", "xanchor": "right", "xshift": -3,
+        return {"x": value, "y": 0.22, "yref": "paper", "yanchor": "bottom", "xanchor": "right", "xshift": -3,
                 "showarrow": False, "text": text, "font": font}  # fmt: skip
     return {"y": value, "x": 1, "xref": "paper", "xanchor": "right", "yanchor": "bottom", "showarrow": False,
             "text": text, "font": font}  # fmt: skip

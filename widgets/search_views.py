@@ -22,6 +22,14 @@ KIND_NAMES: dict[Kind, str] = {
     "does not fit": "does not fit",
 }
 MARKS: dict[Kind, str] = {"best": "★", "planner": "■", "pareto": "◆", "rejected": "○", "does not fit": "✕"}
+SAID = {
+    "pareto": "kept",
+    "dominated": "beaten",
+    "too slow": "too slow",
+    "does not fit": "without room",
+    "impossible": "impossible",
+}
+"""Verdict of several plans -> the word for it."""
 OBJECTIVE_TITLES: dict[Objective, str] = {
     "throughput": "most tokens/s",
     "gpu_memory": "least GPU memory",
@@ -105,7 +113,7 @@ def _evenly(trials: Sequence[Trial], most: int) -> list[Trial]:
 def outcome_line(result: SearchResult) -> str:
     """What came out, in a sentence or two."""
     tried = f"{len(result.trials):,} plans tried" + (", stopped early" if result.cancelled else "")
-    counts = ", ".join(f"{n} {'kept' if verdict == 'pareto' else verdict}" for verdict, n in result.counts.items())
+    counts = ", ".join(f"{n} {SAID[verdict]}" for verdict, n in result.counts.items() if verdict in SAID) or "the best"
     best = result.best
     if best is None:
         nearest = result.nearest

@@ -57,7 +57,7 @@ class SweepPanel(W.VBox):  # type: ignore[misc]
 
         self.plan = menu("Plan", [], None, "164px", "32px")
         self.x = menu("Across", titles, "bucket_mb", "208px", "46px")
-        self.y = menu("Up", titles, "retained", "190px", "22px")
+        self.y = menu("Up", titles, "retained", "200px", "22px")
         self.usual = [
             button(text, told, guard(lambda _, pair=(x, y): self._take_usual(*pair)))
             for text, (x, y, told) in USUAL.items()

@@ -136,12 +136,12 @@ class Tuner(W.VBox):  # type: ignore[misc]
         )
         self.drawers = Drawers(
             {
-                "Compare": Drawer("Other plans beside this one, and what-if sweeps", "70px",
+                "Compare": Drawer("Other plans beside this one, and what-if sweeps", "72px",
                                   lambda: ComparePanel(self, self._bridge)),
-                "Autotune": Drawer("Search for a better plan", "74px", lambda: Autotune.inside(self, self._bridge)),
-                "Measure": Drawer("Run real steps with this plan", "70px",
+                "Autotune": Drawer("Search for a better plan", "70px", lambda: Autotune.inside(self, self._bridge)),
+                "Measure": Drawer("Run real steps with this plan", "66px",
                                   lambda: MeasurePanel(self, self._model, self._batch)),
-                "Export": Drawer("Write the tuned config", "60px",
+                "Export": Drawer("Write the tuned config", "56px",
                                  lambda: ExportPanel(self._export_config, self.config)),
             },
             self._guard, self._drawer_opened,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from plotly.colors import sample_colorscale
 
 from superoffload.errors import InputError, NotSupported
 from superoffload.graph import buckets_of
@@ -22,7 +24,7 @@ from superoffload.widgets import Compare, Tuner
 from superoffload.widgets import compare_views as cv
 from superoffload.widgets import sweep_panel as sweep_panels
 from superoffload.widgets.compare_figures import compare_spec, sweep_figure
-from superoffload.widgets.theme import DARK, LIGHT
+from superoffload.widgets.theme import DARK, LIGHT, Theme
 
 Sent = list[tuple[str, int]]
 
@@ -156,15 +158,39 @@ def test_a_sweep_is_what_the_function_says(compare: Compare, profile: Profile, p
 def test_points_that_do_not_fit_are_crosses_with_a_reason(profile: Profile, plan: Plan) -> None:
     found = sweep(profile, plan, "micro_batch", "seq_len", xs=(1, 64), ys=(512, 16384))
     view = cv.sweep_view(found, "mine")
-    numbers, crosses = sweep_figure(view).data
+    numbers, crosses, texts = sweep_figure(view).data
     column, row = view.x_labels.index("64"), view.y_labels.index("16,384")
-    assert numbers.z[row][column] is None and numbers.text[row][column] == ""
-    assert crosses.text[row][column] == "✕"
+    assert numbers.z[row][column] is None and crosses.z[row][column] == 1
+    assert texts.text[row * len(view.x_labels) + column] == "✕"
     assert "the GPU lacks" in crosses.hovertext[row][column].replace("<br>", " ")
     assert "tokens/s" not in crosses.hovertext[row][column]
     assert f"✕: {view.unfit} points without a number" in cv.sweep_line(view)
     table = sweep_panels.table_html(view)
     assert table.count("does not fit: the GPU lacks") == view.unfit
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_every_number_of_the_heat_map_can_be_read(profile: Profile, plan: Plan, theme: Theme) -> None:
+    """Contrast of at least 4.5 (AA) between a cell and its text."""
+    figure = sweep_figure(cv.sweep_view(sweep(profile, plan, "micro_batch", "retained"), "mine"), theme=theme)
+    numbers, crosses, texts = figure.data
+    flat = [v for row in numbers.z for v in row]
+    grey = crosses.colorscale[1][1]
+    for value, ink in zip(flat, texts.textfont.color, strict=True):
+        share = None if value is None else (value - numbers.zmin) / (numbers.zmax - numbers.zmin)
+        cell = grey if share is None else sample_colorscale("Cividis", [share])[0]
+        a, b = sorted((luminance(cell), luminance(ink)))
+        assert (b + 0.05) / (a + 0.05) >= 4.5, (cell, ink)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of WCAG 2."""
+    if colour.startswith("#"):
+        rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    else:
+        rgb = [int(float(part)) for part in re.findall(r"[\d.]+", colour)]
+    r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in rgb))
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 
 def test_usual_sweeps_and_the_same_axis_twice(compare: Compare) -> None:
