@@ -291,7 +291,9 @@ def _notes(profile: Profile, names: Sequence[str]) -> tuple[str, ...]:
     if "micro_batch" in names and "spec" not in profile.context:
         notes.append("times and activations of another micro-batch are in proportion to its tokens")
     if "link_gb_per_s" in names:
-        down, up = profile.hardware.link.down.peak, profile.hardware.link.up.peak
-        notes.append(f"{profile.hardware.name}'s own link is {down:,.4g} GB/s down and {up:,.4g} up; others are alike "
-                     "both ways, and the rest of the machine stays")  # fmt: skip
+        hw = profile.hardware
+        notes.append(
+            f"the link of {hw.name} itself is {hw.link.down.peak:,.4g} GB/s down and {hw.link.up.peak:,.4g} up; others "
+            "are alike both ways, and the rest of the machine stays"
+        )
     return tuple(notes)

@@ -131,7 +131,8 @@ def sweep_spec(view: SweepView, *, theme: Theme = PAPER, height: int = 330) -> S
                "yanchor": "top"},
         shapes=[
             {"type": "rect", "x0": column - 0.5, "x1": column + 0.5, "y0": row - 0.5, "y1": row + 0.5,
-             "line": {"width": 2.5, "color": theme.text}}
+             "line": {"width": width, "color": colour}}
+            for width, colour in ((5, "#FFFFFF"), (2.5, "#000000"))  # seen on any colour
         ],
         xaxis={**axis, "tickvals": list(columns), "ticktext": [_broken(x) for x in view.x_labels],
                "title": {"text": view.x_title, "font": title, "standoff": 6}, "range": [-0.5, len(columns) - 0.5]},

@@ -16,16 +16,30 @@ const load = async (model) => {
   try { return (await import(/* webpackIgnore: true */ url)).default; }
   finally { URL.revokeObjectURL(url); }
 };
+const CHANGES = ["addTraces", "deleteTraces", "moveTraces", "restyle", "relayout", "update", "animate",
+  "removeLayoutProps", "removeTraceProps"].map((kind) => `_py2js_${kind}`);
 export default () => {
   let figure;
+  const prepare = async (context, missed, deaf) => {
+    const { model } = context, version = model.get("_code_version");
+    if (!loaded.has(version)) loaded.set(version, load(model));
+    let made;
+    try { made = await (await loaded.get(version))(); }
+    catch (error) { loaded.delete(version); throw error; }
+    finally { deaf(); }
+    await made.initialize(context);
+    for (const [kind, change] of missed) { model.set(kind, change); model.set(kind, null); }
+    return made;
+  };
   return {
-    async initialize(context) {
-      const version = context.model.get("_code_version");
-      if (!loaded.has(version)) loaded.set(version, load(context.model));
-      try { figure = await (await loaded.get(version))(); }
-      catch (error) { loaded.delete(version); throw error; }
-      return figure.initialize(context);
+    // Does not wait: anywidget holds up the kernel's messages until this returns, and gives up after two seconds.
+    initialize(context) {
+      const { model } = context, missed = [];
+      const ears = CHANGES.map((kind) => [`change:${kind}`, () => model.get(kind) && missed.push([kind, model.get(kind)])]);
+      for (const [event, hear] of ears) model.on(event, hear);
+      figure = prepare(context, missed, () => { for (const [event, hear] of ears) model.off(event, hear); });
+      figure.catch((error) => console.error("[superoffload] plotly could not be loaded", error));
     },
-    render(context) { return figure.render(context); },
+    async render(context) { return (await figure).render(context); },
   };
 };

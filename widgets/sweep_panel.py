@@ -55,15 +55,15 @@ class SweepPanel(W.VBox):  # type: ignore[misc]
                 style={"description_width": label},
             )  # fmt: skip
 
-        self.plan = menu("Plan", [], None, "164px", "32px")
-        self.x = menu("Across", titles, "bucket_mb", "208px", "46px")
-        self.y = menu("Up", titles, "retained", "200px", "22px")
+        self.plan = menu("Plan", [], None, "156px", "32px")
+        self.x = menu("Across", titles, "bucket_mb", "202px", "46px")
+        self.y = menu("Up", titles, "retained", "196px", "22px")
         self.usual = [
             button(text, told, guard(lambda _, pair=(x, y): self._take_usual(*pair)))
             for text, (x, y, told) in USUAL.items()
         ]
         self.stop = button("Stop", "Stop simulating", guard(lambda _: self._stop()))
-        self.progress = W.IntProgress(0, 0, 1, layout=W.Layout(width="48px", visibility="hidden"))
+        self.progress = W.IntProgress(0, 0, 1, layout=W.Layout(width="40px", visibility="hidden"))
         self.stop.disabled = True
         for control in (self.plan, self.x, self.y):
             control.observe(lambda _: self._changed(), names="value")

@@ -213,3 +213,32 @@ def test_autotune_alone_in_the_dark(new_page: Callable[..., Any], lab: Any) -> N
         page.check_clean()
     finally:
         lab.theme("JupyterLab Light")
+
+
+EARLY = """from superoffload.widgets.live import LiveFigure
+def spec(n, title):
+    return {"data": [{"type": "bar", "name": "early", "x": [1, 2], "y": [n, n]}], "layout": {"title": {"text": title}}}
+f = LiveFigure(spec(1, "one"))
+f.show_spec(spec(7, "seven"))
+f"""
+
+
+SLOW = """const codes = new Map(), set = codes.set.bind(codes);
+codes.set = (version, code) => set(version, new Promise((go) => setTimeout(() => go(code), 3000)));
+globalThis.superoffloadFigureCode = codes;"""
+
+
+def test_a_change_before_plotly_is_loaded_is_not_lost(new_page: Callable[..., Any]) -> None:
+    """On a slow machine: anywidget gives up on a widget that is not ready after two seconds."""
+    page = new_page()
+    page.page.add_init_script(SLOW)
+    page.run("early.ipynb", [EARLY])
+    page.page.wait_for_selector(".js-plotly-plot .bars .point path", timeout=60_000, state="attached")
+    page.page.wait_for_function(
+        """() => {
+            const gd = document.querySelector('.js-plotly-plot'), y = gd._fullData[0].y;
+            return Array.from(y._inputArray || y)[0] === 7 && gd.layout.title.text === 'seven';
+        }""",
+        timeout=10_000,
+    )
+    page.check_clean()
