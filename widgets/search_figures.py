@@ -80,10 +80,11 @@ def search_spec(
                     ends = {"y0": value, "y1": value, "x0": 0, "x1": 1, "xref": "paper"}
                 lines.append({"type": "line", "line": {"width": 1.5, "dash": "dot", "color": theme.warn}, **ends})
                 notes.append(_note(where, value, text, theme))
-    notes.append(
-        {"x": 0, "xref": "paper", "xanchor": "left", "y": 0.13, "yref": "paper", "yanchor": "bottom", "xshift": 2,
-         "showarrow": False, "text": "does not fit: no number", "font": {"size": 10, "color": theme.muted}}
-    )  # fmt: skip
+    if view is not None and view.of("does not fit"):
+        notes.append(
+            {"x": 0, "xref": "paper", "xanchor": "left", "y": 0.13, "yref": "paper", "yanchor": "bottom", "xshift": 2,
+             "showarrow": False, "text": "does not fit: no number", "font": {"size": 10, "color": theme.muted}}
+        )  # fmt: skip
     layout = _base(
         theme,
         height,

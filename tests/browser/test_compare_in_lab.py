@@ -215,6 +215,34 @@ def test_autotune_alone_in_the_dark(new_page: Callable[..., Any], lab: Any) -> N
         lab.theme("JupyterLab Light")
 
 
+def test_a_reopened_notebook_shows_both_panels(new_page: Callable[..., Any]) -> None:
+    page = new_page(1920, 1080)
+    page.run("reopen_panels.ipynb", [TUNER])
+    page.tuner()
+    p = page.page
+    p.click(".so-tuner button:has-text('Compare')")
+    page.until_text(".so-compare .so-table", "ZeRO-Offload-like")
+    p.click(".so-tuner button:has-text('Autotune')")
+    p.fill(".so-autotune input[type=number]", "40")
+    p.keyboard.press("Tab")
+    p.click(".so-autotune button:has-text('Search')")
+    p.wait_for_selector(".so-autotune .so-msg.good", timeout=60_000)
+    see(page, ".so-tuner")
+    page.shot("panels_1920")
+    table, found = page.text(".so-compare .so-table"), page.text(".so-autotune .so-msg.good")
+    page.menu("File", "Save Notebook")
+    p.wait_for_timeout(800)
+    page.check_clean()
+    again = new_page()  # another browser, the same kernel
+    again.open("reopen_panels.ipynb")
+    again.page.wait_for_selector(".so-compare .js-plotly-plot .bars .point path", timeout=60_000, state="attached")
+    again.page.wait_for_selector(".so-autotune .js-plotly-plot .points path", timeout=60_000, state="attached")
+    assert again.text(".so-compare .so-table") == table
+    assert again.text(".so-autotune .so-msg.good") == found
+    assert again.page.evaluate("document.querySelector('.so-autotune select[size]').options.length") == 40
+    again.check_clean()
+
+
 EARLY = """from superoffload.widgets.live import LiveFigure
 def spec(n, title):
     return {"data": [{"type": "bar", "name": "early", "x": [1, 2], "y": [n, n]}], "layout": {"title": {"text": title}}}

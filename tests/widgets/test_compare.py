@@ -313,6 +313,21 @@ def test_without_a_baseline_it_begins_with_a_preset(tuner: Tuner) -> None:
     assert panel.compare.layout.display == "none"
 
 
+def test_measured_steps_are_compared_with_the_prediction(tuner: Tuner) -> None:
+    tuner.compare.value = True
+    panel = tuner.compare_panel
+    assert panel is not None and panel.ticks["measured steps"].disabled
+    panel.wait(60)
+    measured = tuner.trace.replace(source="measured", step_s=2 * tuner.trace.step_s, plan=tuner.plan)
+    tuner.show_measured(measured)
+    assert not panel.ticks["measured steps"].disabled
+    panel.ticks["measured steps"].value = True
+    assert panel.compare.traces["measured steps"] == measured
+    assert "measured, gh200" in panel.compare.table.value
+    tuner.controls.retained.value = tuner.plan.retained_buckets + 1
+    assert "measured steps" not in panel.compare.traces, "it would be compared with what it is not"
+
+
 def test_no_more_than_six_are_drawn(tuner: Tuner) -> None:
     tuner.pin.click()
     tuner.compare.value = True
