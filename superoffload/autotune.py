@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from superoffload import graph, planner, simulator
 from superoffload.config import library_versions
 from superoffload.errors import InputError, did_you_mean
-from superoffload.memory import Ledger, Place, ledger
+from superoffload.memory import Place, ledger
 from superoffload.plan import Plan
 from superoffload.planner_pace import Pace, seconds_of
 from superoffload.profiler import Profile, rescale
@@ -36,7 +36,7 @@ from superoffload.search_result import (
     ranked,
 )
 from superoffload.search_space import AXES, Point, Space, plan_key
-from superoffload.units import TERA, format_bytes
+from superoffload.units import TERA
 
 FINALISTS = 8
 """So many of the best plans are simulated with their own buckets; as many again of those that differ in the bucket size
@@ -223,7 +223,7 @@ class _Search:
         over = account.overflow()
         if over:
             found = Trial.model_construct(
-                number=number, plan=plan, verdict="does not fit", reason=_lacks(account, over), **memory
+                number=number, plan=plan, verdict="does not fit", reason=f"does not fit: {account.shortage()}", **memory
             )
             return found, sum(over.values())
         found = Trial.model_construct(number=number, plan=plan, verdict="dominated", reason="", **memory)
@@ -411,19 +411,3 @@ def _short(value: Any) -> str:
     if isinstance(value, tuple):
         return f"{len(value)} blocks" if value else "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _lacks(account: Ledger, over: dict[str, int]) -> str:
-    """One sentence: which memory lacks how much, and what takes most of it."""
-    parts = []
-    for place, name, capacity in (
-        ("gpu", "GPU", account.gpu_capacity_bytes),
-        ("host", "host", account.host_capacity_bytes),
-    ):
-        if place in over:
-            largest = account.largest("gpu" if place == "gpu" else "host")
-            what = f", of which {largest.name} takes {format_bytes(largest.bytes)}" if largest else ""
-            parts.append(
-                f"the {name} lacks {format_bytes(over[place])} of {format_bytes(capacity + over[place])}{what}"
-            )
-    return "does not fit: " + " and ".join(parts)

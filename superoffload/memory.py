@@ -11,7 +11,7 @@ from superoffload.bucket_sums import Kind, sums_of
 from superoffload.loss_costs import in_chunks
 from superoffload.plan import Activations, check_one_chip
 from superoffload.record import Record
-from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, FP32_BYTES, GB, REMAINDER_BYTES
+from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, FP32_BYTES, GB, REMAINDER_BYTES, format_bytes
 
 if TYPE_CHECKING:
     from superoffload.layout import Bucket
@@ -67,6 +67,22 @@ class Ledger(Record):
         """Bytes over capacity by place, only where there are any."""
         caps: dict[Place, int] = {"gpu": self.gpu_capacity_bytes, "host": self.host_capacity_bytes}
         return {p: self.total(p) - c for p, c in caps.items() if c and self.total(p) > c}
+
+    def shortage(self) -> str:
+        """One sentence: which memory lacks how much, and what takes most of it; empty where everything fits."""
+        over, parts = self.overflow(), []
+        places: tuple[tuple[Place, str, int], ...] = (
+            ("gpu", "GPU", self.gpu_capacity_bytes),
+            ("host", "host", self.host_capacity_bytes),
+        )
+        for place, name, capacity in places:
+            if place in over:
+                largest = self.largest(place)
+                what = f", of which {largest.name} takes {format_bytes(largest.bytes)}" if largest else ""
+                parts.append(
+                    f"the {name} lacks {format_bytes(over[place])} of {format_bytes(capacity + over[place])}{what}"
+                )
+        return " and ".join(parts)
 
     def summary(self) -> dict[str, object]:
         return {

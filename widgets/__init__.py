@@ -1,6 +1,6 @@
 """Dashboards for Jupyter: tune a plan, look at the two processors, follow a run.
 
-from superoffload.widgets import Tuner, RunPanel, plot_timeline, plot_memory, plot_loss
+from superoffload.widgets import Tuner, Compare, Autotune, RunPanel, plot_timeline, plot_memory, plot_loss
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ except ModuleNotFoundError as e:
         remedy="Install it: pip install 'superoffload[lab]'",
     ) from e
 
+from superoffload.widgets.autotune import Autotune
+from superoffload.widgets.compare import Compare
 from superoffload.widgets.figures import plot_memory, plot_timeline
 from superoffload.widgets.run_panel import RunPanel, plot_loss
 from superoffload.widgets.tuner import Tuner
 
-__all__ = ["RunPanel", "Tuner", "plot_loss", "plot_memory", "plot_timeline"]
+__all__ = ["Autotune", "Compare", "RunPanel", "Tuner", "plot_loss", "plot_memory", "plot_timeline"]

@@ -14,6 +14,9 @@ function render({ model, el }) {
   const label = () => {
     const root = el.closest(".so-panel");
     if (!root) return;
+    // The notebook's own shortcuts would take the arrow keys (and letters) away from menus and lists.
+    for (const menu of root.querySelectorAll("select:not([data-lm-suppress-shortcuts])"))
+      menu.setAttribute("data-lm-suppress-shortcuts", "true");
     for (const slider of root.querySelectorAll(".widget-slider, .widget-hslider")) {
       const name = slider.querySelector(".widget-label")?.textContent || slider.title;
       const text = slider.querySelector(".widget-readout")?.textContent;

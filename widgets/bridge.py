@@ -1,4 +1,4 @@
-"""The one piece of own JavaScript: reports the notebook's theme, gives slider handles an accessible name, and lets
+"""Own JavaScript: reports the notebook's theme, gives slider handles an accessible name and menus their keys, and lets
 figures fit their place."""
 
 from __future__ import annotations

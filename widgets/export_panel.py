@@ -62,8 +62,7 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
                 W.HBox([self.data, self.write], layout=W.Layout(flex_flow="row wrap", align_items="center")),
                 self.messages,
                 self.lines,
-            ],
-            layout=W.Layout(margin="4px 0", padding="6px 8px", border="1px solid var(--jp-border-color2, #D8DCE2)"),
+            ]
         )
         for field in (self.path, self.data):
             field.observe(lambda _: self._show_lines(), names="value")

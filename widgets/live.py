@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import ipywidgets as W
 import numpy as np
+import plotly
 import plotly.graph_objects as go
+import traitlets
 
 from superoffload.widgets.figures import Spec
 
-MAX_LIVE_FIGURES = 2
-"""A FigureWidget carries some 5 MB of JavaScript in its state; a dashboard keeps no more of them than this."""
+
+class FigureCode(W.Widget):  # type: ignore[misc]
+    """Plotly's JavaScript for the notebook, some 5 MB. Every FigureWidget carries it in its own state; here all figures
+    of a kernel share one."""
+
+    code = traitlets.Unicode().tag(sync=True)
+    _shared: FigureCode | None = None
+
+    @classmethod
+    def shared(cls) -> FigureCode:
+        """The one of this kernel; a new one where somebody has closed it."""
+        if cls._shared is None or cls._shared.comm is None:
+            cls._shared = cls(code=str(go.FigureWidget._esm))
+        return cls._shared
 
 
 class LiveFigure(go.FigureWidget):  # type: ignore[misc]
     """A FigureWidget that turns into another picture of the same traces by sending only what differs."""
+
+    _esm = Path(__file__).with_name("live.js")
+    _code_source = traitlets.Instance(FigureCode).tag(sync=True, **W.widget_serialization)
+    """A reference, so that an export of this figure takes its code along."""
+    _code_version = traitlets.Unicode(plotly.__version__).tag(sync=True)
+
+    @traitlets.default("_code_source")
+    def _find_code(self) -> FigureCode:
+        return FigureCode.shared()
 
     def __init__(self, spec: Spec):
         super().__init__(spec)

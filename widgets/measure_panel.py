@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as W
@@ -13,6 +11,7 @@ import ipywidgets as W
 from superoffload.errors import InputError
 from superoffload.tracing import Trace
 from superoffload.units import format_seconds
+from superoffload.widgets.background import on_loop
 from superoffload.widgets.parts import Guard, Messages, button, escape
 
 if TYPE_CHECKING:
@@ -57,8 +56,7 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
                     layout=W.Layout(align_items="center"),
                 ),
                 self.messages,
-            ],
-            layout=W.Layout(margin="4px 0", padding="6px 8px", border="1px solid var(--jp-border-color2, #D8DCE2)"),
+            ]
         )  # fmt: skip
         if not possible:
             self.messages.notice(
@@ -88,7 +86,7 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
         self.cancel.disabled = False
         session, steps = self._tuner.session, self.steps.value
         plan, profile = session.plan, session.given
-        on_loop = _on_loop()
+        call = on_loop()
 
         def work() -> None:
             try:
@@ -96,9 +94,9 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
                     self._model, self._batch, profile, plan, steps=steps, stop=self._stop, progress=self._progressed
                 )
             except Exception as error:  # shown in the panel, with its remedy
-                on_loop(functools.partial(self._ended, None, error))
+                call(functools.partial(self._ended, None, error))
             else:
-                on_loop(functools.partial(self._ended, trace, None))
+                call(functools.partial(self._ended, trace, None))
 
         self._thread = threading.Thread(target=work, name="superoffload-measure", daemon=True)
         self._thread.start()
@@ -132,11 +130,3 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
             text += f"; the prediction above is for {escape(predicted.hardware)}"
         self.messages.notice(text + ".")
         self._tuner.show_measured(trace)
-
-
-def _on_loop() -> Callable[[Callable[[], None]], Any]:
-    """Hand a call to the kernel's loop, where widgets are used otherwise; without a loop call it at once."""
-    try:
-        return asyncio.get_running_loop().call_soon_threadsafe
-    except RuntimeError:
-        return lambda call: call()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,6 +41,9 @@ class SavedSession(Record):
     hardware: Hardware
     plan: Plan
     baseline: vm.Numbers | None = None
+    baseline_plan: Plan | None = None
+    """Of a modelled baseline: its trace is simulated again."""
+    baseline_hardware: Hardware | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +87,18 @@ class Session:
         self.save_error: str | None = None
         self.saver: Callable[[], None] = self.save
         """Called after every change; a dashboard may put it off until the hand rests."""
-        self._buckets: tuple[float, list[Bucket]] | None = None
+        self._buckets: tuple[tuple[float, tuple[int, ...]], list[Bucket]] | None = None
         if plan is None:
             plan = self._make_plan()
         elif (plan.micro_batch, plan.seq_len) != (profile.micro_batch, profile.seq_len):
             self.profile = self._profile_for(self.hardware, plan.micro_batch, plan.seq_len)
         self.plan = self.clamped(plan)
         self.trace = self._simulate()
-        self.baseline: vm.Numbers | None = self._numbers(baseline)
+        self.baseline: vm.Numbers | None = None
+        self.pinned: Trace | None = None
+        """The baseline's trace, where more than its numbers is known."""
+        self._pinned_on: Hardware | None = None
+        self._keep_baseline(baseline)
         self._history: list[Edit] = [Edit(self.plan, self.hardware, "start")]
         self._position = 0
 
@@ -175,12 +182,16 @@ class Session:
 
     def pin(self, baseline: Trace | Plan | vm.Numbers | None = None) -> None:
         """Compare with this from now on; with the present trace when nothing is given."""
-        self.baseline = self._numbers(baseline if baseline is not None else self.trace)
+        self._keep_baseline(baseline if baseline is not None else self.trace)
         self.saver()
 
     def unpin(self) -> None:
-        self.baseline = None
+        self._keep_baseline(None)
         self.saver()
+
+    def end_entry(self) -> None:
+        """Make the next edit an entry of the undo history of its own, however quickly it follows."""
+        self._history[-1] = replace(self._history[-1], topic="")
 
     # ---- undo ----------------------------------------------------------------------------------------------------
 
@@ -291,12 +302,21 @@ class Session:
             )
         return rebase(given, hardware)
 
-    def _numbers(self, baseline: Trace | Plan | vm.Numbers | None) -> vm.Numbers | None:
+    def _keep_baseline(self, baseline: Trace | Plan | vm.Numbers | None) -> None:
         if isinstance(baseline, Plan):
             from superoffload.simulator import simulate
 
-            return vm.numbers(simulate(self.profile, self.clamped(baseline)))
-        return vm.numbers(baseline) if isinstance(baseline, Trace) else baseline
+            baseline = simulate(self.profile, self.clamped(baseline))
+        self.pinned = baseline if isinstance(baseline, Trace) else None
+        self._pinned_on = self.hardware if self.pinned and self.pinned.hardware == self.hardware.name else None
+        self.baseline = vm.numbers(baseline) if isinstance(baseline, Trace) else baseline
+
+    def _pin_again(self, plan: Plan, hardware: Hardware) -> None:
+        """The trace of a baseline that was saved."""
+        from superoffload.simulator import simulate
+
+        self.pinned = simulate(self._profile_for(hardware, plan.micro_batch, plan.seq_len), plan)
+        self._pinned_on = hardware
 
     # ---- autosave ------------------------------------------------------------------------------------------------
 
@@ -312,7 +332,12 @@ class Session:
 
     def saved(self) -> SavedSession:
         """The session as one record."""
-        return SavedSession(profile=self.given, hardware=self.hardware, plan=self.plan, baseline=self.baseline)
+        again = self.pinned is not None and self.pinned.source == "modelled" and self._pinned_on is not None
+        return SavedSession(
+            profile=self.given, hardware=self.hardware, plan=self.plan, baseline=self.baseline,
+            baseline_plan=self.pinned.plan if self.pinned is not None and again else None,
+            baseline_hardware=self._pinned_on if again else None,
+        )  # fmt: skip
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str]) -> Session:
@@ -322,7 +347,10 @@ class Session:
             InputError: no such file, or not a session.
         """
         s = SavedSession.load(path)
-        return cls(s.profile, s.plan, s.hardware, s.baseline, autosave=path)
+        session = cls(s.profile, s.plan, s.hardware, s.baseline, autosave=path)
+        if s.baseline_plan is not None and s.baseline_hardware is not None:
+            session._pin_again(s.baseline_plan, s.baseline_hardware)
+        return session
 
 
 def rebase(profile: Profile, hardware: Hardware) -> Profile:

@@ -29,6 +29,9 @@ KIND_COLOURS: dict[str, str] = {
 }
 """Two kinds share a colour only where they never share a lane."""
 
+SEQUENTIAL = "Cividis"
+"""Colour scale from little to much: even in lightness, and the same to colour-blind readers."""
+
 STATE_COLOURS = {"cpu": VERMILION, "gpu": PURPLE}
 """Where a block's master weights and moments live."""
 

@@ -22,8 +22,12 @@ from superoffload.widgets import figures
 from superoffload.widgets import session as sessions
 from superoffload.widgets import theme as themes
 from superoffload.widgets import view_models as vm
+from superoffload.widgets.autotune import Autotune
+from superoffload.widgets.block_text import parse_blocks
 from superoffload.widgets.bridge import ThemeBridge
-from superoffload.widgets.controls import Controls, parse_blocks
+from superoffload.widgets.compare_panel import ComparePanel
+from superoffload.widgets.controls import Controls
+from superoffload.widgets.drawers import Drawer, Drawers
 from superoffload.widgets.export_panel import ExportPanel
 from superoffload.widgets.live import LiveFigure
 from superoffload.widgets.measure_panel import MeasurePanel
@@ -104,12 +108,10 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self._optimizer, self._training = OptimizerConfig(), TrainingConfig.from_dict({"dtype": _dtype(session.given)})
         self._syncing = False
         self.measured: Trace | None = None
-        self.export_panel: ExportPanel | None = None
-        self.measure_panel: MeasurePanel | None = None
         self.messages = Messages()
         self._guard = Guard(self.messages)
         self._bridge = ThemeBridge()
-        self._bridge.observe(self._guard(lambda _: self._draw_figures(), keep=True), names="theme")
+        self._bridge.observe(self._guard(lambda _: self._follow_theme(), keep=True), names="theme")
         self._edits = Latest(self._guard(self._apply))
         saves = Latest(lambda _: session.save(), SAVE_AFTER_S)
         session.saver = lambda: saves.put(now=True)
@@ -120,8 +122,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self._foot = W.HTML()
         self._machines = sessions.hardware_choices(session.given.hardware)
         self.machine = W.Dropdown(
-            options=list(self._machines), description="Machine", layout=W.Layout(width="262px"),
-            style={"description_width": "56px"}, tooltip="Simulate on another machine",
+            options=list(self._machines), description="Machine", layout=W.Layout(width="178px"),
+            style={"description_width": "52px"}, tooltip="Simulate on another machine",
         )  # fmt: skip
         self._show_machine()
         self.machine.observe(self._guard(self._machine_chosen), names="value")
@@ -132,15 +134,19 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self.pin = button(
             "Pin baseline", "Compare with the present numbers from now on", on(lambda _: self._toggle_pin())
         )
-        self.export = W.ToggleButton(
-            False, description="Export", tooltip="Write the tuned config", layout=W.Layout(width="66px")
-        )
-        self.measure = W.ToggleButton(
-            False, description="Measure", tooltip="Run real steps with this plan", layout=W.Layout(width="74px")
-        )
-        self.export.observe(self._guard(lambda _: self._show_drawers()), names="value")
-        self.measure.observe(self._guard(lambda _: self._show_drawers()), names="value")
-        self.drawer = W.VBox([], layout=W.Layout(width="100%"))
+        self.drawers = Drawers(
+            {
+                "Compare": Drawer("Other plans beside this one, and what-if sweeps", "72px",
+                                  lambda: ComparePanel(self, self._bridge)),
+                "Autotune": Drawer("Search for a better plan", "70px", lambda: Autotune.inside(self, self._bridge)),
+                "Measure": Drawer("Run real steps with this plan", "66px",
+                                  lambda: MeasurePanel(self, self._model, self._batch)),
+                "Export": Drawer("Write the tuned config", "56px",
+                                 lambda: ExportPanel(self._export_config, self.config)),
+            },
+            self._guard, self._drawer_opened,
+        )  # fmt: skip
+        self.compare, self.autotune, self.measure, self.export = self.drawers.toggles.values()
         self.timeline = LiveFigure(
             figures.timeline_spec(self._views(), theme=themes.LIGHT, height=TIMELINE_HEIGHT, legend=False)
         )
@@ -148,7 +154,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         for trace, clicked in enumerate((self._layer_clicked, self._layer_clicked, self._bucket_clicked)):
             self.state.on_point(trace, self._guard(clicked))
         tools = W.HBox(
-            [self.machine, self.auto, self.undo, self.redo, self.pin, self.measure, self.export],
+            [self.machine, self.auto, self.undo, self.redo, self.pin, *self.drawers.toggles.values()],
             layout=W.Layout(flex="0 0 auto", align_items="center"),
         )
         self._title.layout.flex = "1 1 0"
@@ -160,7 +166,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         )
         body = W.HBox([self.controls, right], layout=W.Layout(width="100%", align_items="flex-start"))
         super().__init__(
-            [style_sheet(), self._bridge, head, self._cards, self.messages, self.drawer, body, self._foot],
+            [style_sheet(), self._bridge, head, self._cards, self.messages, self.drawers, body, self._foot],
             layout=W.Layout(width="100%"),
         )
         self.add_class("so-panel")
@@ -283,15 +289,26 @@ class Tuner(W.VBox):  # type: ignore[misc]
     def _bucket_clicked(self, trace: Any, points: Any, _: Any) -> None:
         self._apply({"retained_buckets": len(self.session.buckets) - min(points.point_inds)})
 
-    def _show_drawers(self) -> None:
-        panels: list[W.Widget] = []
-        if self.measure.value:
-            self.measure_panel = self.measure_panel or MeasurePanel(self, self._model, self._batch)
-            panels.append(self.measure_panel)
-        if self.export.value:
-            self.export_panel = self.export_panel or ExportPanel(self._export_config, self.config)
-            panels.append(self.export_panel)
-        self.drawer.children = panels
+    @property
+    def export_panel(self) -> ExportPanel | None:
+        """None until it was opened; so are the others."""
+        return self.drawers.panels.get("Export")
+
+    @property
+    def measure_panel(self) -> MeasurePanel | None:
+        return self.drawers.panels.get("Measure")
+
+    @property
+    def compare_panel(self) -> ComparePanel | None:
+        return self.drawers.panels.get("Compare")
+
+    @property
+    def autotune_panel(self) -> Autotune | None:
+        return self.drawers.panels.get("Autotune")
+
+    def _drawer_opened(self, name: str) -> None:
+        if name == "Compare" and self.compare_panel is not None:
+            self.compare_panel.refresh()  # what was edited while it was closed
 
     def _export_config(self, optimizer: OptimizerConfig, training: TrainingConfig) -> TunedConfig:
         self._optimizer, self._training = optimizer, training
@@ -319,6 +336,12 @@ class Tuner(W.VBox):  # type: ignore[misc]
         views = self._views()
         self.timeline.show_spec(figures.timeline_spec(views, theme=theme, height=TIMELINE_HEIGHT, legend=False))
         self.state.show_spec(self._state_spec(theme))
+
+    def _follow_theme(self) -> None:
+        self._draw_figures()
+        for panel in (self.compare_panel, self.autotune_panel):
+            if panel is not None:
+                panel.draw()
 
     def _refresh(self, figures_too: bool = True) -> None:
         s = self.session
@@ -350,6 +373,10 @@ class Tuner(W.VBox):  # type: ignore[misc]
         _put(self._legend, legend_html((k for k in vm.KIND_TITLES if k in kinds), bool(s.trace.stalls), note))
         if figures_too:
             self._draw_figures()
+        if self.drawers.is_open("Compare") and self.compare_panel is not None:
+            self.compare_panel.follow()
+        if self.autotune_panel is not None:
+            self.autotune_panel.offer()
 
     def _advise(self, _: Any) -> None:
         advice = self.session.fit_advice()  # empty where the plan has been made to fit in the meantime

@@ -5,6 +5,7 @@ Nothing here knows plotly or ipywidgets, so that a test compares records and ano
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -264,12 +265,13 @@ def headline(trace: Trace, baseline: Numbers | None = None) -> tuple[HeadlineIte
         before = getattr(baseline, field) if baseline else None
         if field == "mfu" and not (now.mfu and before):  # one of the two has no peak to compare with
             before = None
-        delta, verdict = _difference(field, getattr(now, field), before)
+        delta, verdict = difference(field, getattr(now, field), before)
         items.append(HeadlineItem(name, value, now.label, delta, verdict, help))
     return tuple(items)
 
 
-def _difference(field: str, now: float, before: float | None) -> tuple[str, Verdict]:
+def difference(field: str, now: float, before: float | None) -> tuple[str, Verdict]:
+    """How a number of `Numbers` differs from the one before, and whether that is better."""
     if before is None:
         return "", ""
     if field in ("mfu", "gpu_busy"):
@@ -325,17 +327,19 @@ def timeline(
     lo, hi = window
     events = [_clip(e, lo, hi) for e in trace.events if e.end_s > lo and e.start_s < hi]
     events.sort(key=lambda e: (e.kind, e.lane, e.start_s))
-    runs = _merge(events, max_bars, hi - lo)
+    runs, grain = _merge(events, max_bars, hi - lo)
+    ends = _ends(runs, grain)
     groups = []
     for kind in KIND_TITLES:
         chosen = [r for r in runs if r[0].kind == kind]
+        until = [end for r, end in zip(runs, ends, strict=True) if r[0].kind == kind]
         if chosen:
             groups.append(
                 BarGroup(
                     kind,
                     tuple(LANES.index(r[0].lane) for r in chosen),
                     tuple(r[0].start_s for r in chosen),
-                    tuple(max(e.end_s for e in r) - r[0].start_s for r in chosen),
+                    tuple(end - r[0].start_s for r, end in zip(chosen, until, strict=True)),
                     tuple(sum(e.bytes for e in r) for r in chosen),
                     tuple(_label(r) for r in chosen),
                 )
@@ -368,9 +372,10 @@ def stall_lines(trace: Trace) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _merge(events: list[TraceEvent], max_bars: int, span: float) -> list[list[TraceEvent]]:
+def _merge(events: list[TraceEvent], max_bars: int, span: float) -> tuple[list[list[TraceEvent]], float]:
+    """Runs of neighbours, and the gap up to which they were merged; 0 where nothing was."""
     runs = [[e] for e in events]
-    grain = span / max_bars
+    merged_at, grain = 0.0, span / max_bars
     while len(runs) > max_bars and grain <= span:
         merged: list[list[TraceEvent]] = []
         reach = 0.0
@@ -387,8 +392,20 @@ def _merge(events: list[TraceEvent], max_bars: int, span: float) -> list[list[Tr
             else:
                 merged.append([e])
                 reach = e.end_s
-        runs, grain = merged, grain * 1.5
-    return runs
+        runs, merged_at, grain = merged, grain, grain * 1.5
+    return runs, merged_at
+
+
+def _ends(runs: list[list[TraceEvent]], grain: float) -> list[float]:
+    """Where each run is drawn to end: at the next one of its kind and lane where the gap is no wider than those within
+    the runs, which would else be stripes that mean nothing."""
+    ends = []
+    for run, following in itertools.zip_longest(runs, runs[1:]):
+        end = max(e.end_s for e in run)
+        if following is not None and (following[0].kind, following[0].lane) == (run[0].kind, run[0].lane):
+            end = following[0].start_s if 0.0 < following[0].start_s - end <= grain else end
+        ends.append(end)
+    return ends
 
 
 def _label(run: Iterable[TraceEvent]) -> str:

@@ -4,17 +4,15 @@ Nothing here needs torch or draws anything; `superoffload.widgets.workshop` does
 model's unless its name or docstring says that it was measured.
 """
 
+from superoffload.links import LINK_NAMES, LINKS_GB_PER_S, link_at
+from superoffload.plan_presets import pcie_era_plan
 from superoffload.workshop.experiments import (
-    LINK_NAMES,
-    LINKS_GB_PER_S,
     LinkPoint,
     adam_gb_per_s,
     cast_steps,
     flow_cost,
     flow_efficiency,
-    link_at,
     link_sweep,
-    pcie_era_plan,
     retained_steps,
 )
 from superoffload.workshop.score import Challenge, Score, leaderboard

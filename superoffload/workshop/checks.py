@@ -13,9 +13,11 @@ from superoffload import graph
 from superoffload.config import TunedConfig
 from superoffload.errors import InputError, SuperOffloadError
 from superoffload.hardware import preset
+from superoffload.links import link_at
 from superoffload.measured import PAPER_ADAM_S
 from superoffload.memory import ledger
 from superoffload.plan import ACTIVATIONS, CASTS, Plan
+from superoffload.plan_presets import pcie_era_plan
 from superoffload.planner import make_plan
 from superoffload.profiler import Profile, estimate, retarget
 from superoffload.simulator import simulate, step_seconds
@@ -27,8 +29,6 @@ from superoffload.workshop.experiments import (
     cast_steps,
     flow_cost,
     flow_efficiency,
-    link_at,
-    pcie_era_plan,
 )
 from superoffload.workshop.score import Challenge, Score
 

@@ -8,18 +8,15 @@ from typing import Any
 
 from superoffload.errors import InputError
 from superoffload.graph import buckets_of
-from superoffload.hardware import Curve, Hardware, Link
-from superoffload.plan import CASTS, Plan
+from superoffload.hardware import Hardware
+from superoffload.links import LINKS_GB_PER_S, link_at
+from superoffload.plan import CASTS
+from superoffload.plan_presets import pcie_era_plan
 from superoffload.planner import make_plan
 from superoffload.profiler import Profile, estimate, retarget
 from superoffload.simulator import simulate, step_seconds
 from superoffload.tracing import Trace
 from superoffload.units import ADAM_STREAM_BYTES, GB, TERA
-
-LINKS_GB_PER_S = (16.0, 32.0, 64.0, 128.0, 200.0, 300.0, 450.0)
-"""Stops of the link knob, each way."""
-LINK_NAMES: dict[float, str] = {16.0: "PCIe 3 x16", 32.0: "PCIe 4 x16", 64.0: "PCIe 5 x16", 450.0: "NVLink-C2C"}
-"""Nominal rates each way: PCIe 4 and 5 and C2C as the SuperOffload paper prints them, PCIe 3 half of PCIe 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,49 +29,6 @@ class LinkPoint:
     """The PCIe-era plan, modelled."""
     best: Trace
     """The planner's own choice for this link, modelled."""
-
-
-def link_at(hardware: str | Hardware, gb_per_s: float) -> Hardware:
-    """The same machine with a link of `gb_per_s` each way.
-
-    Curves keep their shape over the transfer size and are scaled to the new plateau; both ways together give twice as
-    much. Everything else stays, memory bandwidth included.
-
-    Raises:
-        InputError: a bandwidth that is not above 0.
-    """
-    from superoffload.hardware import resolve
-
-    if not 0 < gb_per_s < float("inf"):
-        raise InputError(f"a link of {gb_per_s:g} GB/s", expected="a number above 0")
-    hw = resolve(hardware)
-
-    def scaled(curve: Curve) -> Curve:
-        return curve.replace(gb_per_s=tuple(x * gb_per_s / curve.peak for x in curve.gb_per_s))
-
-    link = Link(down=scaled(hw.link.down), up=scaled(hw.link.up), both_gb_per_s=2 * gb_per_s)
-    why = f"assumed: {gb_per_s:g} GB/s each way, set by hand"
-    sources = {**hw.sources, "link.down": why, "link.up": why, "link.both_gb_per_s": why}
-    return hw.replace(name=f"{hw.name} with {gb_per_s:g} GB/s each way", link=link, sources=sources)
-
-
-def pcie_era_plan(profile: Profile, **knobs: Any) -> Plan:
-    """The arrangement of ZeRO-Offload, made for PCIe, in this project's words.
-
-    All optimizer states on the CPU, all 16-bit weights on the GPU, every layer recomputed; 16 bits cross the link and
-    are cast by passes of their own on the CPU; Adam waits for the gradient norm. Memory is not checked.
-
-    Args:
-        knobs: fields of Plan that are to be different.
-    """
-    era: dict[str, Any] = {
-        "retained_buckets": 0, "flow_blocks": (), "activations": "full", "cast_down": "cpu", "cast_up": "cpu",
-        "speculate": "off", "master": "plain", "loss_chunks": 1,
-    }  # fmt: skip
-    if "flow" in knobs:
-        del era["flow_blocks"]
-    plan = make_plan(profile, check=False, **{**era, **knobs})
-    return plan.model_copy(update={"undo_buckets": knobs.get("undo_buckets")})
 
 
 def link_sweep(profile: Profile, links_gb_per_s: Sequence[float] = LINKS_GB_PER_S) -> tuple[LinkPoint, ...]:

@@ -108,7 +108,7 @@ class Page:
 
     def _console(self, message: Any) -> None:
         if message.type == "error" and not any(h in message.text for h in HARMLESS):
-            self.errors.append(message.text[:300])
+            self.errors.append(f"{message.text[:300]} ({message.location.get('url', '')[:200]})")
 
     def open(self, name: str) -> None:
         self.page.goto(self.lab.url(name), wait_until="load")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import comm
 import pytest
+from comm.base_comm import BaseComm
 
 from superoffload.hardware import Hardware, preset
 from superoffload.memory import Ledger, LedgerItem
@@ -15,6 +18,23 @@ from superoffload.profiler import BlockProfile, Profile
 from superoffload.tracing import Stall, Trace, TraceEvent
 
 GB = 10**9
+Sent = list[tuple[str, int]]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """Every message to the front end as (type, bytes)."""
+    out: Sent = []
+
+    class Counting(BaseComm):
+        def publish_msg(
+            self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **_: Any
+        ) -> None:
+            size = len(json.dumps(data, default=str)) + sum(memoryview(b).nbytes for b in buffers or ())
+            out.append((msg_type, size))
+
+    monkeypatch.setattr(comm, "create_comm", Counting)
+    return out
 
 
 @pytest.fixture(scope="session")

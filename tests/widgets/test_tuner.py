@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import comm
 import pytest
-from comm.base_comm import BaseComm
+from ipywidgets.embed import dependency_state
 
 from superoffload.config import OptimizerConfig, TunedConfig
 from superoffload.errors import InputError
@@ -22,25 +20,10 @@ from superoffload.simulator import simulate
 from superoffload.tracing import Trace
 from superoffload.widgets import RunPanel, Tuner
 from superoffload.widgets.controls import ACTIVATION_HELP
+from superoffload.widgets.live import FigureCode, LiveFigure
 from superoffload.widgets.session import Session
 
 Sent = list[tuple[str, int]]
-
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """Every message to the front end as (type, bytes)."""
-    out: Sent = []
-
-    class Counting(BaseComm):
-        def publish_msg(
-            self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **_: Any
-        ) -> None:
-            size = len(json.dumps(data, default=str)) + sum(memoryview(b).nbytes for b in buffers or ())
-            out.append((msg_type, size))
-
-    monkeypatch.setattr(comm, "create_comm", Counting)
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -386,6 +369,21 @@ def test_a_reopened_view_gets_the_present_data(tuner: Tuner) -> None:
     assert after[adam]["x"]["shape"] != before[adam]["x"]["shape"] or bytes(after[adam]["x"]["buffer"]) != bytes(
         before[adam]["x"]["buffer"]
     )
+
+
+def test_figures_share_one_copy_of_plotlys_code(tuner: Tuner, sent: Sent) -> None:
+    source = FigureCode.shared()
+    assert len(source.code) > 1_000_000
+    figure = LiveFigure({"data": [{"type": "bar", "x": [1]}], "layout": {}})
+    assert figure._code_source is tuner.timeline._code_source is source
+    assert figure.get_state()["_code_source"] == f"IPY_MODEL_{source.model_id}", "live.js reads it like this"
+    assert source.model_id in dependency_state([figure], drop_defaults=False), (
+        "an export of the figure takes the code along"
+    )
+    assert sum(n for _, n in sent) < 100_000
+    before = source.model_id
+    source.close()
+    assert FigureCode.shared().model_id != before, "a new one where somebody has closed it"
 
 
 def test_the_theme_reaches_the_figures(tuner: Tuner) -> None:
