@@ -8,11 +8,11 @@ from typing import Any
 
 from superoffload import graph
 from superoffload.plan import Plan
+from superoffload.plan_presets import pcie_era_plan
 from superoffload.planner import make_plan
 from superoffload.profiler import Profile, estimate
 from superoffload.simulator import simulate, step_seconds
 from superoffload.tracing import Trace
-from superoffload.workshop.experiments import pcie_era_plan
 
 LONG_MODEL, LONG_CHIPS = "paper-13b", 8
 """The paper trained this model with sequences of a million tokens on so many chips."""
