@@ -183,7 +183,8 @@ def calibrate(profile: Profile, trace: Trace) -> Calibration:
     plan = _as_run(profile, trace)
     step = graph.build(profile, plan)
     _check_same_model(profile, step, trace)
-    corrections = compare(profile, step, trace)
+    before = simulate(profile, plan)
+    corrections = compare(profile, step, before, trace)
     if not corrections:  # not even layers: copies and Adam alone say nothing of a step
         raise InputError(
             "the trace holds no span that could be compared with the model",
@@ -192,7 +193,6 @@ def calibrate(profile: Profile, trace: Trace) -> Calibration:
         )
     today = datetime.date.today().isoformat()
     note = f"measured step of {today}"
-    before = simulate(profile, plan)
     # The others first: what copies and Adam share depends on them.
     halfway = simulate(_apply(profile, corrections, compiled=plan.compile_blocks, note=note), plan)
     corrections += compare_beside(halfway, trace, [c.part for c in corrections])

@@ -39,6 +39,10 @@ SLOWED_BY: dict[Lane, tuple[Lane, ...]] = {
 """Beside an H200 downloads keep their rate whatever Adam does, uploads and Adam do not (`simulator.share_memory`)."""
 
 
+Seconds = dict[tuple[str, int], float]
+"""Modelled seconds of one micro-batch by kind and block."""
+
+
 class Correction(Record):
     """What one kind of work takes, against what the profile says."""
 
@@ -54,26 +58,28 @@ class Correction(Record):
     """Whether none ran alone, so that the simulation of the step, with what shares memory and link, was compared."""
 
 
-def compare(profile: Profile, step: StepGraph, trace: Trace) -> list[Correction]:
-    """Everything in which a measured step can be compared with the graph of its plan."""
+def compare(profile: Profile, step: StepGraph, simulated: Trace, trace: Trace) -> list[Correction]:
+    """Everything in which a measured step can be compared with the graph of its plan.
+
+    Args:
+        simulated: the step of that graph.
+        trace: the measured one.
+    """
+    said = _said(step, simulated, trace.plan.accumulation)
     return [
-        *_of_layers(profile, step, trace),
-        *_of_head(profile, step, trace),
+        *_of_layers(profile, said, trace),
+        *_of_head(profile, said, trace),
         *_of_links(profile.hardware, trace),
         *_of_adam(step, trace),
     ]
 
 
-def _of_layers(profile: Profile, step: StepGraph, trace: Trace) -> list[Correction]:
+def _of_layers(profile: Profile, said: Seconds, trace: Trace) -> list[Correction]:
     """Forward of the layers, recomputation included, which is one more of them, and backward."""
     took: dict[tuple[str, int], list[float]] = defaultdict(list)
     for e in trace.events:
         if e.lane == "gpu" and e.kind in ("forward", "recompute", "backward"):
             took[e.kind, e.block].append(e.duration_s)
-    said: dict[tuple[str, int], float] = defaultdict(float)
-    for op in step.ops:
-        if op.lane == "gpu":
-            said[op.kind, op.block] += op.seconds / trace.plan.accumulation
     layers = [i for i, b in enumerate(profile.blocks) if b.kind == "layer"]
     typical = {key: statistics.median_low(times) for key, times in took.items()}
     forward: list[tuple[float, float]] = []
@@ -94,6 +100,21 @@ def _of_layers(profile: Profile, step: StepGraph, trace: Trace) -> list[Correcti
     return found + _median("layers backward", backward)
 
 
+def _said(step: StepGraph, simulated: Trace, accumulation: int) -> Seconds:
+    """Where the CPU is the "GPU" its spans are slower beside Adam: then those of the simulated step, else the
+    graph's."""
+    said: Seconds = defaultdict(float)
+    if step.shared_cores:
+        for e in simulated.events:
+            if e.lane == "gpu" and e.start_s < simulated.step_s:
+                said[e.kind, e.block] += e.duration_s / accumulation
+    else:
+        for op in step.ops:
+            if op.lane == "gpu":
+                said[op.kind, op.block] += op.seconds / accumulation
+    return said
+
+
 def _median(part: Part, pairs: list[tuple[float, float]]) -> list[Correction]:
     """Of (modelled, measured), the pair with the median ratio."""
     pairs = sorted((p for p in pairs if p[0] > 0 and p[1] > 0), key=lambda p: p[1] / p[0])
@@ -103,17 +124,15 @@ def _median(part: Part, pairs: list[tuple[float, float]]) -> list[Correction]:
     return [Correction(part=part, modelled_s=said, measured_s=took, factor=took / said, samples=len(pairs))]
 
 
-def _of_head(profile: Profile, step: StepGraph, trace: Trace) -> list[Correction]:
+def _of_head(profile: Profile, said: Seconds, trace: Trace) -> list[Correction]:
     """From the begin of the last block's forward to the end of its backward: the loss between has no span."""
     head = len(profile.blocks) - 1
     if profile.blocks[head].kind != "head":
         return []
-    said = sum(op.seconds for op in step.ops if op.lane == "gpu" and op.block == head) / trace.plan.accumulation
+    whole = sum(seconds for (_, block), seconds in said.items() if block == head)
     spans = sorted((e for e in trace.events if e.lane == "gpu" and e.block == head), key=lambda e: e.start_s)
     took = [b.end_s - a.start_s for a, b in itertools.pairwise(spans) if a.kind == "forward" and b.kind == "backward"]
-    if not took or not said:
-        return []
-    return _median("head", [(said, t) for t in took])
+    return _median("head", [(whole, t) for t in took])
 
 
 def compare_beside(simulated: Trace, trace: Trace, known: Sequence[Part]) -> list[Correction]:

@@ -1,4 +1,4 @@
-"""Measures real steps in the background and lays them over the predicted timeline."""
+"""Measures real steps in the background, lays them over the predicted timeline, and corrects the profile by them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as W
 
+from superoffload.calibration import Calibration, calibrate
 from superoffload.errors import InputError
-from superoffload.tracing import Trace
+from superoffload.profiler import Profile
+from superoffload.tracing import LANE_TITLES, Trace
 from superoffload.units import format_seconds
 from superoffload.widgets.background import on_loop
 from superoffload.widgets.parts import Guard, Messages, button, escape
@@ -44,6 +46,15 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
         self.start.button_style = "primary"
         self.cancel = button("Cancel", "Stop after the present micro-batch", guard(lambda _: self.stop()))
         self.clear = button("Remove overlay", "Show the prediction alone", guard(lambda _: tuner.show_measured(None)))
+        self.correct = button(
+            "Calibrate", "Correct the profile by the measured step: later predictions build on it",
+            guard(lambda _: self.calibrate()),
+        )  # fmt: skip
+        self.back = button(
+            "Undo calibration", "Predict from the profile as it was measured", guard(lambda _: self.uncalibrate())
+        )
+        self._uncalibrated: Profile | None = None
+        self.correct.disabled, self.back.disabled = True, True
         self.progress = W.IntProgress(0, 0, 1, layout=W.Layout(width="220px", visibility="hidden"))
         self.cancel.disabled = True
         possible = model is not None and batch is not None
@@ -52,8 +63,8 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
         super().__init__(
             [
                 W.HBox(
-                    [self.steps, self.start, self.cancel, self.progress, self.clear],
-                    layout=W.Layout(align_items="center"),
+                    [self.steps, self.start, self.cancel, self.progress, self.clear, self.correct, self.back],
+                    layout=W.Layout(align_items="center", flex_flow="row wrap"),
                 ),
                 self.messages,
             ]
@@ -78,10 +89,10 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
                 f"a measurement is running (step {self.progress.value} of {self.progress.max})",
                 remedy="Wait for it, or cancel it",
             )
-        from superoffload.measuring import measure_steps
+        from superoffload.measuring import WARMUP_STEPS, measure_steps
 
         self._stop.clear()
-        self.progress.max, self.progress.value = self.steps.value + 1, 0
+        self.progress.max, self.progress.value = WARMUP_STEPS + self.steps.value, 0
         self.progress.layout.visibility = "visible"
         self.cancel.disabled = False
         session, steps = self._tuner.session, self.steps.value
@@ -110,6 +121,35 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
         if self._thread is not None:
             self._thread.join(timeout_s)
 
+    def calibrate(self) -> None:
+        """Correct the profile by the step that was measured last, always from the profile as it was before.
+
+        Raises:
+            InputError: nothing was measured with this plan, or on another machine than the one that is looked at.
+        """
+        trace, session = self._tuner.measured, self._tuner.session
+        if session.hardware != session.given.hardware:
+            raise InputError(
+                f"the step was measured here, and the prediction is for {session.hardware.name}",
+                remedy=f"Choose {session.given.hardware.name} as the machine first",
+            )
+        if trace is None:
+            raise InputError("no step of this plan was measured", remedy="Measure steps first")
+        base = self._uncalibrated or session.given
+        found = calibrate(base, trace)
+        self._tuner.take_profile(found.profile)
+        self._uncalibrated = base
+        self.back.disabled = False
+        self.messages.notice(_told(found), "warn" if found.strange else "good")
+
+    def uncalibrate(self) -> None:
+        """Go back to the profile as it was before."""
+        if self._uncalibrated is not None:
+            self._tuner.take_profile(self._uncalibrated)
+            self._uncalibrated = None
+            self.back.disabled = True
+            self.messages.notice("The predictions are those of the profile as it was measured again.")
+
     def _progressed(self, done: int) -> None:
         self.progress.value = done
 
@@ -130,3 +170,28 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
             text += f"; the prediction above is for {escape(predicted.hardware)}"
         self.messages.notice(text + ".")
         self._tuner.show_measured(trace)
+        self.correct.disabled = False
+
+
+def _told(found: Calibration) -> str:
+    """What a calibration did, with a table of its lanes: all figures modelled but those that say measured."""
+    off = [f"{(s / found.measured_step_s - 1) * 100:+.1f} %".replace("-", "−")
+           for s in (found.modelled_step_s, found.calibrated_step_s)]  # fmt: skip
+    parts = ", ".join(f"{escape(c.part)} × {c.factor:.2f}" for c in found.corrections)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(LANE_TITLES[t.lane])}</th>'
+        + "".join(f"<td>{format_seconds(s)}</td>" for s in (t.measured_s, t.modelled_s, t.calibrated_s))
+        + "</tr>"
+        for t in found.lanes
+    )
+    doubt = "".join(
+        f"<br>{escape(c.part)} is {c.factor:.2f} times what the profile says, too far for drift: was this machine busy?"
+        for c in found.strange
+    )
+    return (
+        f"The prediction was {off[0]} off, and is {off[1]} off with the corrections: {parts}. What is left is waiting "
+        f"that the model does not know.{doubt}"
+        '<div class="so-scroll"><table class="so-table"><caption>Busy in a step</caption><tr><th scope="col"></th>'
+        '<th scope="col">measured</th><th scope="col">modelled before</th><th scope="col">modelled now</th></tr>'
+        f"{rows}</table></div>"
+    )

@@ -176,6 +176,21 @@ class Session:
             keep["adam_threads"] = min(keep["adam_threads"], hardware.cpu.cores)
         self._become(self._make_plan(profile, hardware, **_as_knobs(keep)), hardware, "hardware")
 
+    def replace_profile(self, profile: Profile) -> None:
+        """Go on with another profile of the same model at the same size: a corrected one, say. The plan stays; the undo
+        history begins anew, since its states were of the old one."""
+        old = (self.given, self.profile, self.hardware, self.trace)
+        hardware = profile.hardware if self.hardware == self.given.hardware else self.hardware
+        try:
+            self.given, self.hardware = profile, hardware
+            self.profile = self._profile_for(hardware, self.plan.micro_batch, self.plan.seq_len)
+            self.trace = self._simulate()
+        except BaseException:
+            self.given, self.profile, self.hardware, self.trace = old
+            raise
+        self._history, self._position = [Edit(self.plan, self.hardware, "start")], 0
+        self.saver()
+
     def adopt(self, trace: Trace) -> None:
         """Show a trace that was made elsewhere, and take over its plan."""
         self._become(trace.plan, self.hardware, "trace", trace)

@@ -322,6 +322,13 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self.measured = trace
         self._refresh()
 
+    def take_profile(self, profile: Profile) -> None:
+        """Predict from another profile of the same model from now on; the plan and a measured overlay stay."""
+        self.session.replace_profile(profile)
+        self._machines = sessions.hardware_choices(profile.hardware)
+        self._show_machine()
+        self._refresh()
+
     def _views(self) -> list[vm.TimelineView]:
         shown = [self.session.trace] + ([self.measured] if self.measured is not None else [])
         return [vm.timeline(t, max_bars=vm.MAX_BARS // len(shown)) for t in shown]

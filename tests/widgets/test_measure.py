@@ -192,6 +192,36 @@ def test_the_panel_measures_in_a_thread_and_overlays(model: nn.Module, profiled:
     assert t.config.measurement is None
 
 
+def test_the_panel_calibrates_and_goes_back(model: nn.Module, profiled: Profile) -> None:
+    t = Tuner(profiled, plan_for(profiled), autosave=False, model=model, batch=BATCH)
+    t.measure.value = True
+    panel = t.measure_panel
+    assert panel is not None
+    assert panel.correct.disabled
+    with pytest.raises(InputError, match="Measure steps first"):
+        panel.calibrate()
+    panel.start.click()
+    panel.wait(60)
+    assert not panel.correct.disabled and panel.back.disabled
+    before, plan, predicted = t.session.given, t.plan, t.trace.step_s
+    panel.correct.click()
+    assert "Busy in a step" in panel.messages.value and "modelled now" in panel.messages.value
+    assert "calibrated" in t.session.given.context and t.session.given.source == "measured"
+    assert t.plan == plan and t.measured is not None, "the plan and the overlay stay"
+    assert t.trace.step_s != predicted
+    once = t.session.given
+    panel.correct.click()
+    assert t.session.given.blocks == once.blocks, "from the profile as it was, not twice"
+    t.machine.value = "gh200"
+    panel.correct.click()
+    assert 'role="alert"' in panel.messages.value and "Choose" in panel.messages.value
+    t.machine.value = next(x for x in t.machine.options if x.startswith(before.hardware.name))
+    assert t.session.hardware == t.session.given.hardware, "the machine of the picker is the corrected one"
+    panel.back.click()
+    assert t.session.given == before and panel.back.disabled
+    assert t.trace.step_s == predicted
+
+
 def test_what_cannot_be_measured_is_refused_in_the_panel(model: nn.Module, profiled: Profile) -> None:
     t = Tuner(profiled, plan_for(profiled), autosave=False, model=model, batch=BATCH)
     t.measure.value = True
