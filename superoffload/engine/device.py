@@ -127,9 +127,7 @@ class CudaDevice:
     def __init__(self, device: torch.device):
         self.device = device
         with torch.cuda.device(device):
-            # High priority: sums of held gradients run on it, kernels of some 30 us that would else stand behind whole
-            # matrix multiplications of milliseconds, and the ring with them.
-            self._down = torch.cuda.Stream(device, priority=-1)
+            self._down = torch.cuda.Stream(device)
             self._up = torch.cuda.Stream(device)
             self._fetch = torch.cuda.Stream(device)
             self._fork = torch.cuda.Event()
