@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import hashlib
 import itertools
+import json
 import os
 import statistics
 import time
@@ -81,7 +83,9 @@ def planned(args: argparse.Namespace) -> tuple[ModelSpec, Profile, Plan]:
     if args.micro_batch:
         fields["micro_batch"] = args.micro_batch
     profile = estimate(shape, micro_batch=1, seq_len=args.seq, hardware=hw)
-    made = Path(args.plans or ".") / f"{file_stem(args)}.json"
+    asked = [args.set, args.micro_batch, args.threads, args.host_gb, hw.to_json(indent=None)]
+    digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:8]
+    made = Path(args.plans or ".") / f"{file_stem(args)}_{digest}.json"
     if args.plans and made.is_file():
         plan = Plan.load(made)
     else:
@@ -134,7 +138,8 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
     begin = time.perf_counter()
     model = build(shape, args.seq, empty=True)
     before = anonymous_gb()
-    opt = OffloadAdamW(model, lr=1e-5, max_grad_norm=1.0, plan=plan,
+    # `auto` would wait for the first steps, which are all there are.
+    opt = OffloadAdamW(model, lr=1e-5, max_grad_norm=1.0, plan=resolve_speculation(plan),
                        device=args.device, weights=RandomWeights(), gradient_accumulation_steps=1,
                        record_trace=bool(args.trace))  # fmt: skip
     KEPT.append(opt)

@@ -23,10 +23,10 @@ from superoffload.errors import InputError
 from superoffload.graph import StepGraph
 from superoffload.hardware import Curve
 from superoffload.plan import Plan
-from superoffload.profiler import BlockProfile, Profile
+from superoffload.profiler import Profile, corrected_blocks
 from superoffload.record import Record
 from superoffload.simulator import resolve_speculation, simulate
-from superoffload.tracing import LANE_TITLES, LANES, Lane, Trace
+from superoffload.tracing import LANE_TITLES, Lane, Trace, drawn_lanes
 from superoffload.units import format_seconds
 
 STRANGE = (0.4, 2.5)
@@ -174,7 +174,7 @@ def calibrate(profile: Profile, trace: Trace) -> Calibration:
     Raises:
         InputError: the trace is modelled, is of another model, or holds nothing that could be compared.
     """
-    if trace.source != "measured":
+    if trace.source != "measured" or trace.step_s <= 0:
         raise InputError(
             f"the trace of {trace.model} is {trace.source}",
             expected="a measured one",
@@ -185,10 +185,10 @@ def calibrate(profile: Profile, trace: Trace) -> Calibration:
     _check_same_model(profile, step, trace)
     before = simulate(profile, plan)
     corrections = compare(profile, step, before, trace)
-    if not corrections:  # not even layers: copies and Adam alone say nothing of a step
+    if not any(c.part in ("layers forward", "layers backward") for c in corrections):
         raise InputError(
             "the trace holds no span that could be compared with the model",
-            expected="layers, copies or Adam of at least one whole step",
+            expected="the layers of at least one whole step",
             remedy="Run three steps or more before taking the trace",
         )
     today = datetime.date.today().isoformat()
@@ -201,7 +201,7 @@ def calibrate(profile: Profile, trace: Trace) -> Calibration:
     lanes = tuple(
         LaneTime(lane=lane, modelled_s=_busy(before, lane), calibrated_s=_busy(after, lane),
                  measured_s=_busy(trace, lane))
-        for lane in LANES
+        for lane in drawn_lanes([*before.events, *trace.events])
     )  # fmt: skip
     return Calibration(
         date=today, model=profile.model, hardware=profile.hardware.name, corrections=tuple(corrections), lanes=lanes,
@@ -213,6 +213,8 @@ def calibrate(profile: Profile, trace: Trace) -> Calibration:
 def _as_run(profile: Profile, trace: Trace) -> Plan:
     """The plan of the trace; where an optimizer was made without one, with the profile's batch."""
     plan = resolve_speculation(trace.plan)
+    if trace.plan.speculate == "auto" and not _speculated(trace):
+        plan = plan.replace(speculate="off")
     if plan.tokens_per_step == trace.tokens_per_step:
         return plan
     if profile.tokens * plan.accumulation != trace.tokens_per_step:
@@ -223,6 +225,14 @@ def _as_run(profile: Profile, trace: Trace) -> Plan:
             remedy="Profile or estimate the model with the micro-batch and sequence length that were run",
         )
     return plan.replace(micro_batch=profile.micro_batch, seq_len=profile.seq_len)
+
+
+def _speculated(trace: Trace) -> bool:
+    """Whether CPU Adam began under the last backward."""
+    gpu = [e for e in trace.events if e.lane == "gpu"]
+    begin = max((e.start_s for e in gpu if e.kind == "forward"), default=0.0)
+    end = max((e.end_s for e in gpu if e.kind == "backward"), default=0.0)
+    return any(e.lane == "cpu_adam" and begin < e.start_s < end for e in trace.events)
 
 
 def _check_same_model(profile: Profile, step: StepGraph, trace: Trace) -> None:
@@ -246,21 +256,10 @@ def _busy(trace: Trace, lane: Lane) -> float:
 
 def _apply(profile: Profile, corrections: Sequence[Correction], *, compiled: bool, note: str) -> Profile:
     factor: dict[str, float] = {c.part: c.factor for c in corrections}
-    forward, backward = factor.get("layers forward", 1.0), factor.get("layers backward", 1.0)
-
-    def block(b: BlockProfile) -> BlockProfile:
-        if b.kind == "head":
-            f = factor.get("head", 1.0)
-            return b.model_copy(update={"forward_s": b.forward_s * f, "backward_s": b.backward_s * f})
-        if b.kind != "layer":
-            return b
-        # Eager and compiled layers are different programs: what was not run is not corrected.
-        names = ("compiled_forward_s", "compiled_backward_s") if compiled else ("forward_s", "backward_s")
-        update = {n: getattr(b, n) * f for n, f in zip(names, (forward, backward), strict=True)}
-        if not compiled and b.selective_recompute_s is not None:
-            update["selective_recompute_s"] = b.selective_recompute_s * forward
-        return b.model_copy(update=update)
-
+    prefix = "compiled_" if compiled else ""  # what was not run is not corrected
+    keys = {"layers forward": f"{prefix}forward", "layers backward": f"{prefix}backward", "head": "head"}
+    blocks = {keys[part]: f for part, f in factor.items() if part in keys}
+    all_ = {k: blocks.get(k, 1.0) * profile.corrections.get(k, 1.0) for k in {**profile.corrections, **blocks}}
     hw, adam = profile.hardware, factor.get("CPU Adam", 1.0)
     down, up = factor.get("link down", 1.0), factor.get("link up", 1.0)
     link = hw.link.replace(
@@ -282,7 +281,9 @@ def _apply(profile: Profile, corrections: Sequence[Correction], *, compiled: boo
         "calibrated": "; ".join(f"{c.part} x {c.factor:.3f}" for c in corrections) + f" by a {note}",
     }
     hw = hw.replace(link=link, cpu=cpu, sources=sources)
-    return profile.replace(blocks=tuple(block(b) for b in profile.blocks), hardware=hw, context=context)
+    return profile.replace(
+        blocks=corrected_blocks(profile.blocks, blocks), corrections=all_, hardware=hw, context=context
+    )
 
 
 def _slower(curve: Curve, factor: float) -> Curve:

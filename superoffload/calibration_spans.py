@@ -30,6 +30,7 @@ MIN_COPY_BYTES = 1_000_000
 ACCOMPANIED = 0.1
 """Share of a copy's or an Adam call's time beside other work on the host's memory up to which it counts as alone."""
 EDGE_S = 1e-6
+COMPARED = ("copy_down", "copy_up", "fetch", "adam")
 COPIES: dict[Part, Lane] = {"link down": "link_down", "link up": "link_up", "CPU Adam": "cpu_adam"}
 SLOWED_BY: dict[Lane, tuple[Lane, ...]] = {
     "link_down": ("link_up",),
@@ -141,17 +142,25 @@ def compare_beside(simulated: Trace, trace: Trace, known: Sequence[Part]) -> lis
     for part, lane in COPIES.items():
         if part in known:
             continue
-        pairs = []
-        for kind in ("copy_down", "copy_up", "fetch", "adam"):
-            said = [e.duration_s for e in _whole(simulated, lane) if e.kind == kind]
-            took = [e.duration_s for e in _whole(trace, lane) if e.kind == kind]
-            if len(said) >= MIN_SAMPLES and len(took) >= MIN_SAMPLES:
-                pairs.append((statistics.median(said), statistics.median(took), len(took)))
-        if pairs:
-            said_s, took_s, samples = max(pairs, key=lambda p: p[2])
-            found.append(Correction(part=part, modelled_s=said_s, measured_s=took_s, factor=took_s / said_s,
-                                    samples=samples, beside=True))  # fmt: skip
+        found += _beside(part, [e for e in _whole(simulated, lane) if e.kind in COMPARED],
+                         [e for e in _whole(trace, lane) if e.kind in COMPARED])  # fmt: skip
     return found
+
+
+def _beside(part: Part, said: list[TraceEvent], took: list[TraceEvent]) -> list[Correction]:
+    """Seconds per byte of copies, which a trace may cut finer than the graph, or of the median Adam call."""
+    if len(said) < MIN_SAMPLES or len(took) < MIN_SAMPLES:
+        return []
+    if part == "CPU Adam":
+        said_s, took_s = (statistics.median(e.duration_s for e in events) for events in (said, took))
+    else:
+        size = statistics.median(e.bytes for e in took)
+        rates = [sum(e.duration_s for e in events) / max(1, sum(e.bytes for e in events)) for events in (said, took)]
+        said_s, took_s = (rate * size for rate in rates)
+    if not said_s or not took_s:
+        return []
+    return [Correction(part=part, modelled_s=said_s, measured_s=took_s, factor=took_s / said_s, samples=len(took),
+                       beside=True)]  # fmt: skip
 
 
 def _of_links(hw: Hardware, trace: Trace) -> list[Correction]:
@@ -161,14 +170,19 @@ def _of_links(hw: Hardware, trace: Trace) -> list[Correction]:
         spans = [
             (transfer_s(curve, e.bytes), e.duration_s)
             for e in _alone(trace, COPIES[part])
-            if e.kind in ("copy_down", "copy_up", "fetch") and e.bytes >= MIN_COPY_BYTES
+            if e.kind in COMPARED and e.bytes >= MIN_COPY_BYTES
         ]
         found += _lower_quartile(part, spans)
     return found
 
 
 def _of_adam(step: StepGraph, trace: Trace) -> list[Correction]:
-    said = {op.bucket: op.seconds for op in step.ops if op.lane == "cpu_adam" and op.kind == "adam"}
+    # Passes that cast are part of the graph's operator, and spans of their own in a trace.
+    said = {
+        op.bucket: op.seconds * dict(op.parts).get("adam", 1.0)
+        for op in step.ops
+        if op.lane == "cpu_adam" and op.kind == "adam"
+    }
     spans = [(said[e.bucket], e.duration_s) for e in _alone(trace, "cpu_adam") if e.kind == "adam" and e.bucket in said]
     return _lower_quartile("CPU Adam", spans)
 

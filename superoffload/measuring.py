@@ -21,6 +21,7 @@ from superoffload.profiler import Profile, rescale
 from superoffload.profiling import batch_arguments, loss_of
 from superoffload.profiling_state import untouched
 from superoffload.search_result import Measured, SearchResult, Trial, ranked
+from superoffload.simulator import resolve_speculation
 from superoffload.tracing import Trace
 
 WARMUP_STEPS = 2
@@ -59,7 +60,7 @@ def measure_steps(
         progress: called with the number of steps done.
 
     Returns:
-        The last step as events; `step_s` is the median of the measured steps.
+        The last step as events; `step_s` is the median of the measured steps, of the last eight where there are more.
 
     Raises:
         InputError: too few steps, a plan that is not this model's, or an optimizer of this package is attached to it.
@@ -84,7 +85,7 @@ def measure_steps(
             weight_decay=0.0,
             max_grad_norm=MAX_GRAD_NORM,
             gradient_accumulation_steps=plan.accumulation,
-            plan=plan,
+            plan=resolve_speculation(plan),  # `auto` would wait for the first steps, and what is predicted does not
             record_trace=True,
         )
         try:
@@ -109,7 +110,7 @@ def measure_steps(
             )
         finally:
             opt.close()
-    return trace.replace(model=profile.model)
+    return trace.replace(model=profile.model, plan=plan)
 
 
 def measure_best(

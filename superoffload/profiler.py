@@ -12,6 +12,7 @@ A sixth serves layers that are compiled (`Plan.compile_blocks`), see `COMPILED_T
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -139,6 +140,9 @@ class Profile(Record):
     hardware: Hardware
     buffers_bytes: int = Field(default=0, ge=0)
     """Buffers and frozen parameters that stay on the GPU."""
+    corrections: dict[str, float] = Field(default_factory=dict)
+    """Factors by which calibration has multiplied the blocks' times (`corrected_blocks`); an estimate that is made anew
+    for another batch on the same machine takes them over."""
     context: dict[str, str] = Field(default_factory=dict)
     """Versions, device and method of a measurement; the assumptions of an estimate."""
 
@@ -244,9 +248,12 @@ def rescale(
     if "spec" in profile.context:
         shape = ModelSpec.from_json(profile.context["spec"])
         dtype = profile.context.get("dtype", "bfloat16")
-        return estimate(
-            shape, micro_batch=b, seq_len=s, hardware=profile.hardware, dtype=dtype, sequence_parallel=n
-        )  # fmt: skip
+        new = estimate(shape, micro_batch=b, seq_len=s, hardware=profile.hardware, dtype=dtype, sequence_parallel=n)
+        if not profile.corrections:
+            return new
+        told = {k: v for k, v in profile.context.items() if k == "calibrated"}
+        return new.replace(blocks=corrected_blocks(new.blocks, profile.corrections), corrections=profile.corrections,
+                           context={**new.context, **told})  # fmt: skip
     if n != profile.sequence_parallel:
         raise InputError(
             f"sequence_parallel = {n} with a profile measured with {profile.sequence_parallel}, which does not say how "
@@ -289,6 +296,34 @@ def rescale(
         model_flops=profile.model_flops * f,
         context={**profile.context, "rescaled": note},
     )
+
+
+def corrected_blocks(blocks: Sequence[BlockProfile], factors: Mapping[str, float]) -> tuple[BlockProfile, ...]:
+    """Blocks with their times multiplied.
+
+    Args:
+        factors: `head` for both times of the head; of layers `forward`, with the selective recomputation, and
+            `backward`, and `compiled_forward` and `compiled_backward`: eager and compiled layers are different
+            programs.
+    """
+
+    def times(block: BlockProfile, **names: str) -> BlockProfile:
+        update = {
+            name: value * factors[key]
+            for name, key in names.items()
+            if key in factors and (value := getattr(block, name)) is not None
+        }
+        return block.model_copy(update=update)
+
+    def one(block: BlockProfile) -> BlockProfile:
+        if block.kind == "head":
+            return times(block, forward_s="head", backward_s="head")
+        if block.kind != "layer":
+            return block
+        return times(block, forward_s="forward", selective_recompute_s="forward", backward_s="backward",
+                     compiled_forward_s="compiled_forward", compiled_backward_s="compiled_backward")  # fmt: skip
+
+    return tuple(map(one, blocks))
 
 
 def retarget(profile: Profile, hardware: str | Hardware) -> Profile:

@@ -159,8 +159,13 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
         if error is not None or trace is None:
             self.messages.error(error or RuntimeError("the measurement gave no trace"))
             return
-        predicted = self._tuner.session.trace
+        predicted, plan = self._tuner.session.trace, self._tuner.session.plan
         text = f"Measured <b>{format_seconds(trace.step_s)}</b> per step on {escape(trace.hardware)}"
+        if trace.plan.replace(reasons={}) != plan.replace(reasons={}):
+            self.messages.notice(
+                f"{text}, with the plan as it was then. It has been changed meanwhile, so nothing is compared", "warn"
+            )
+            return
         if predicted.source == "modelled" and predicted.hardware == trace.hardware and predicted.step_s:
             off = (predicted.step_s / trace.step_s - 1) * 100
             text += f"; the model predicted {format_seconds(predicted.step_s)} ({off:+.1f} %)".replace("-", "−")

@@ -17,7 +17,7 @@ from superoffload.hardware import Hardware
 from superoffload.layout import Bucket
 from superoffload.model import ModelSpec
 from superoffload.plan import Plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile, estimate, rescale
 from superoffload.record import Record
 from superoffload.tracing import Trace
 from superoffload.widgets import view_models as vm
@@ -37,7 +37,7 @@ class SavedSession(Record):
     schema_name: ClassVar[str] = "superoffload.tuner_session"
 
     profile: Profile
-    """The profile that the session was opened with."""
+    """The profile that predictions build on: the one that the session was opened with, or corrected since."""
     hardware: Hardware
     plan: Plan
     baseline: vm.Numbers | None = None
@@ -177,8 +177,8 @@ class Session:
         self._become(self._make_plan(profile, hardware, **_as_knobs(keep)), hardware, "hardware")
 
     def replace_profile(self, profile: Profile) -> None:
-        """Go on with another profile of the same model at the same size: a corrected one, say. The plan stays; the undo
-        history begins anew, since its states were of the old one."""
+        """Go on with another profile of the same model at the same size: a corrected one, say. The plan stays, and a
+        modelled baseline is modelled anew; the undo history begins anew, since its states were of the old one."""
         old = (self.given, self.profile, self.hardware, self.trace)
         hardware = profile.hardware if self.hardware == self.given.hardware else self.hardware
         try:
@@ -188,6 +188,10 @@ class Session:
         except BaseException:
             self.given, self.profile, self.hardware, self.trace = old
             raise
+        if self.pinned is not None and self.pinned.source == "modelled" and self._pinned_on is not None:
+            on = profile.hardware if self._pinned_on.name == profile.hardware.name else self._pinned_on
+            self._pin_again(self.pinned.plan, on)
+            self.baseline = vm.numbers(self.pinned)
         self._history, self._position = [Edit(self.plan, self.hardware, "start")], 0
         self.saver()
 
@@ -305,6 +309,8 @@ class Session:
         if same_shape and hardware == given.hardware:
             return given
         fixed = self._why_shape_fixed()
+        if fixed is None and hardware == given.hardware:
+            return rescale(given, micro_batch=micro_batch, seq_len=seq_len)
         if fixed is None:
             shape = ModelSpec.from_json(given.context[SPEC_KEY])
             dtype = given.context.get("dtype", "bfloat16")

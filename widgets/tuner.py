@@ -325,7 +325,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
     def take_profile(self, profile: Profile) -> None:
         """Predict from another profile of the same model from now on; the plan and a measured overlay stay."""
         self.session.replace_profile(profile)
-        self._machines = sessions.hardware_choices(profile.hardware)
+        self._machines |= sessions.hardware_choices(profile.hardware)
         self._show_machine()
         self._refresh()
 

@@ -138,7 +138,7 @@ class GradientCollector:
         if grad.requires_grad:
             grad = grad.detach()
         pieces = [grad]
-        if len(p.places) > 1:
+        if len(p.places) != 1:  # in several buckets; an empty parameter is in none
             flat = grad.reshape(-1)
             pieces = [flat[s.offset : s.offset + s.numel] for _, s in p.places]
         p.param.grad = None

@@ -380,3 +380,25 @@ def test_second_backward_with_a_full_ring():
         ours = run(True)
     for p, q in zip(run(False), ours, strict=True):
         assert (p - q).abs().max() < 0.05 * 1e-3
+
+
+def test_an_empty_parameter_is_in_no_bucket():
+    """A vocabulary that is extended by nothing, say."""
+
+    class Extended(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base, self.extra = nn.Linear(8, 8), nn.Parameter(torch.zeros(0, 8))
+
+        def forward(self, x):
+            return nn.functional.linear(self.base(x), torch.cat([self.base.weight, self.extra])).sum()
+
+    model = Extended()
+    with OffloadAdamW(model, lr=1e-2, bucket_mb=0.05) as opt:
+        before = model.base.weight.detach().clone()
+        for _ in range(2):
+            model(torch.ones(2, 8)).backward()
+            opt.step()
+            opt.zero_grad()
+        opt.synchronize()
+        assert not torch.equal(model.base.weight, before)

@@ -15,7 +15,7 @@ from superoffload.errors import InputError
 from superoffload.hardware import Hardware
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile, estimate, rescale
 from superoffload.simulator import simulate
 from superoffload.tracing import Trace, TraceEvent
 
@@ -98,7 +98,7 @@ def test_finds_what_is_off_and_predicts_other_plans(profile: Profile, form: str)
             assert 0.9 < c.factor < 1.3
         else:
             assert c.factor == pytest.approx(OFF[c.part], rel=0.03), c.part
-    assert abs(found.unexplained) < 0.02 < abs(found.modelled_step_s / found.measured_step_s - 1)
+    assert abs(found.unexplained) < 0.025 < abs(found.modelled_step_s / found.measured_step_s - 1)
     for other in FORMS.values():
         if other.get("compile_blocks", False) != plan.compile_blocks:
             continue  # another program
@@ -123,6 +123,47 @@ def test_a_profile_that_is_right_stays(profile: Profile) -> None:
     found = calibrate(profile, as_measured(profile, make_plan(profile, activations="full")))
     assert [c.factor for c in found.corrections] == pytest.approx([1.0] * len(found.corrections), abs=0.02)
     assert found.strange == ()
+
+
+@pytest.mark.parametrize("speculate", ["off", "on"])
+def test_casts_on_the_cpu_are_not_adam(profile: Profile, speculate: str) -> None:
+    plan = make_plan(profile, activations="full", cast_down="cpu", cast_up="cpu", speculate=speculate)
+    trace = as_measured(profile, plan)
+    assert {e.kind for e in trace.events if e.lane == "cpu_adam"} == {"adam", "cpu_cast"}, "spans of their own"
+    found = calibrate(profile, trace)
+    assert [c.factor for c in found.corrections] == pytest.approx([1.0] * len(found.corrections), abs=0.03)
+
+
+def test_copies_cut_finer_than_the_graph_are_as_fast(profile: Profile) -> None:
+    """The engine copies each tensor that a layer saves, the graph counts the layer's as one."""
+    plan = make_plan(profile, activations="offload_saved", speculate="on")
+    events: list[TraceEvent] = []
+    for e in as_measured(profile, plan).events:
+        n = 8 if e.block >= 0 and e.lane in ("link_down", "link_up") else 1
+        events += [
+            replace(e, start_s=e.start_s + k * e.duration_s / n, duration_s=e.duration_s / n, bytes=e.bytes // n)
+            for k in range(n)
+        ]
+    found = calibrate(profile, as_measured(profile, plan).replace(events=tuple(events)))
+    assert [c.factor for c in found.corrections] == pytest.approx([1.0] * len(found.corrections), abs=0.06)
+
+
+def test_auto_that_waited_is_compared_with_waiting(profile: Profile) -> None:
+    """Before enough steps have committed, or while most are clipped, `auto` waits."""
+    plan = make_plan(profile, activations="full", speculate="off")
+    waited = as_measured(profile, plan)
+    found = calibrate(profile, waited.replace(plan=plan.replace(speculate="auto")))
+    assert abs(found.unexplained) < 0.01
+    assert [c.factor for c in found.corrections] == pytest.approx([1.0] * len(found.corrections), abs=0.02)
+
+
+def test_corrections_survive_another_batch(profile: Profile) -> None:
+    found = calibrate(profile, as_measured(skewed(profile), make_plan(profile, activations="full", speculate="off")))
+    half, plain = rescale(found.profile, micro_batch=4), rescale(profile, micro_batch=4)
+    layer = next(i for i, b in enumerate(plain.blocks) if b.kind == "layer")
+    assert half.blocks[layer].forward_s == pytest.approx(1.2 * plain.blocks[layer].forward_s, rel=0.02)
+    assert half.context["calibrated"] == found.profile.context["calibrated"]
+    assert rescale(half, micro_batch=8).blocks == found.profile.blocks
 
 
 def test_only_what_was_run_is_corrected(profile: Profile) -> None:
@@ -175,7 +216,7 @@ def test_the_h200s_own_step() -> None:
     assert factors["layers backward"] == pytest.approx(1.0, abs=0.01)
     assert factors["CPU Adam"] == pytest.approx(0.91, abs=0.02)
     assert [c.part for c in found.corrections if c.beside] == ["link up"], "every upload ran beside Adam"
-    assert factors["link up"] == pytest.approx(1.13, abs=0.02)
+    assert factors["link up"] == pytest.approx(1.08, abs=0.02)
     assert abs(found.unexplained) < 0.02
 
 

@@ -222,6 +222,39 @@ def test_the_panel_calibrates_and_goes_back(model: nn.Module, profiled: Profile)
     assert t.trace.step_s == predicted
 
 
+def test_a_plan_that_changed_meanwhile_is_not_compared(model: nn.Module, profiled: Profile) -> None:
+    t = Tuner(profiled, plan_for(profiled), autosave=False, model=model, batch=BATCH)
+    t.measure.value = True
+    panel = t.measure_panel
+    assert panel is not None
+    trace = measure_steps(model, BATCH, profiled, t.plan, steps=2)
+    t.controls.retained.value = t.plan.retained_buckets + 1
+    panel._ended(trace, None)
+    assert "changed meanwhile" in panel.messages.value and "predicted" not in panel.messages.value
+    assert t.measured is None and panel.correct.disabled
+
+
+def test_calibration_keeps_machines_and_models_the_baseline_anew(model: nn.Module, profiled: Profile) -> None:
+    box = preset("gh200").replace(name="other-box")
+    t = Tuner(profiled, plan_for(profiled), autosave=False, model=model, batch=BATCH, hardware=box)
+    own = next(x for x in t.machine.options if x.startswith(profiled.hardware.name))
+    other = t.machine.value
+    t.machine.value = own
+    t.session.pin()
+    t.measure.value = True
+    panel = t.measure_panel
+    assert panel is not None
+    panel.start.click()
+    panel.wait(60)
+    panel.correct.click()
+    assert t.session.pinned is not None and t.session.baseline is not None
+    assert t.session.pinned.step_s == t.session.baseline.step_s == pytest.approx(t.trace.step_s)
+    t.machine.value = other
+    assert t.session.hardware.name == "other-box"
+    t.machine.value = own
+    assert t.session.hardware == t.session.given.hardware
+
+
 def test_what_cannot_be_measured_is_refused_in_the_panel(model: nn.Module, profiled: Profile) -> None:
     t = Tuner(profiled, plan_for(profiled), autosave=False, model=model, batch=BATCH)
     t.measure.value = True
