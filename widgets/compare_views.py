@@ -40,6 +40,8 @@ FIELD_TITLES: dict[str, str] = {
     "seq_len": "Sequence, tokens",
     "accumulation": "Micro-batches per step",
     "accumulate_on": "Gradients wait on",
+    "data_parallel": "Chips, data parallel",
+    "sequence_parallel": "Chips, Ulysses",
 }
 """Every field of a plan in the order in which the table lists it."""
 
