@@ -1,16 +1,21 @@
-"""Follows a training run by reading its folder: it needs neither the process nor the kernel that started it."""
+"""Starts, follows and steers a training run through its folder: it needs neither the process nor the kernel that
+started it."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import os
+import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import ipywidgets as W
 import plotly.graph_objects as go
 
+from superoffload.errors import InputError
+from superoffload.run_control import ENDED, TRAIN_LOG, Request, ask, is_going_on, start
 from superoffload.widgets import theme as themes
 from superoffload.widgets.bridge import ThemeBridge
 from superoffload.widgets.figures import loss_figure, loss_spec
@@ -19,7 +24,6 @@ from superoffload.widgets.parts import Guard, Messages, button, escape, style_sh
 from superoffload.widgets.run_views import RunView, read_run
 
 REFRESH_S = 2.0
-FINISHED = ("finished", "interrupted", "failed")
 
 
 def plot_loss(run: str | os.PathLike[str] | RunView, *, theme: themes.Theme = themes.PAPER) -> go.Figure:
@@ -47,6 +51,10 @@ class RunPanel(W.VBox):  # type: ignore[misc]
         self._bridge = ThemeBridge()
         self._bridge.observe(lambda _: self._draw(), names="theme")
         self._stamp: tuple[Any, ...] = ()
+        self._process: subprocess.Popen[bytes] | None = None
+        """The run's process where this panel started it."""
+        self._began = 0.0
+        """When that was, on the clock of `time.time`."""
         self._task: asyncio.Task[None] | None = None
         self.figure: LiveFigure | None = None
         self.head = W.HTML()
@@ -57,9 +65,19 @@ class RunPanel(W.VBox):  # type: ignore[misc]
             layout=W.Layout(width="76px"),
         )
         self.follow.observe(lambda _: self._keep_following(), names="value")
+        said: tuple[tuple[Request, str, str], ...] = (
+            ("pause", "Pause", "Hold the run after the step in progress; it keeps its memory"),
+            ("go on", "Go on", "Let a paused run go on"),
+            ("checkpoint", "Checkpoint", "Save a checkpoint after the step in progress"),
+            ("stop", "Stop", "End the run after the step in progress, with a checkpoint to resume from"),
+        )
+        self.requests = {
+            request: button(title, tip, self._guard(lambda _, r=request: self.ask(r))) for request, title, tip in said
+        }
+        again = button("Refresh", "Read the folder now", self._guard(lambda _: self.refresh()))
         row = W.HBox(
-            [self.head, self.follow, button("Refresh", "Read the folder now", self._guard(lambda _: self.refresh()))],
-            layout=W.Layout(justify_content="space-between", align_items="center"),
+            [self.head, *self.requests.values(), self.follow, again],
+            layout=W.Layout(justify_content="space-between", align_items="center", flex_flow="row wrap"),
         )
         self.head.layout.flex = "1 1 auto"
         self._body = W.VBox([])
@@ -69,16 +87,90 @@ class RunPanel(W.VBox):  # type: ignore[misc]
         self._guard(self.refresh)()
         self._keep_following()
 
+    @classmethod
+    def start(
+        cls,
+        config: str | os.PathLike[str],
+        data: str | os.PathLike[str],
+        folder: str | os.PathLike[str] = "run",
+        *,
+        steps: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+    ) -> RunPanel:
+        """Start `superoffload train` as a process of its own and follow it. It goes on when the notebook is closed or
+        its kernel ends; `RunPanel(folder)` finds it again.
+
+        Args:
+            config, data, steps, resume: as on the command line.
+            folder: of the run; what the process prints goes to ``train.log`` in it.
+
+        Raises:
+            InputError: the folder holds a run that goes on, or one that is over and `resume` does not name it.
+        """
+        path = Path(folder)
+        if (path / "metrics.jsonl").exists():
+            status = read_run(path).status
+            if is_going_on(status):
+                raise InputError(
+                    f"{path} holds a run that is {status.get('state')}",
+                    remedy=f'Follow it with RunPanel("{path}"), or stop it',
+                )
+            if resume is None:
+                raise InputError(
+                    f"{path} already holds a run", remedy=f'Give another folder, or continue it with resume="{path}"'
+                )
+        arguments = ["--config", str(config), "--data", str(data)]
+        arguments += [] if steps is None else ["--steps", str(steps)]
+        arguments += [] if resume is None else ["--resume", str(resume)]
+        panel = cls(path, follow=False)
+        panel._began, panel._process = time.time(), start(arguments, path)
+        panel.messages.notice(f"Started as process {panel._process.pid}; loading the model.")
+        panel.follow.value = True
+        return panel
+
+    def ask(self, request: Request) -> None:
+        """Ask the run to pause, go on, save a checkpoint or stop; it answers after the step in progress.
+
+        Raises:
+            InputError: there is no run, or it has ended.
+        """
+        ask(self.folder, request)
+        self.messages.notice(f"Asked the run to {escape(request if request != 'checkpoint' else 'save a checkpoint')}: "
+                             "it answers after the step in progress.")  # fmt: skip
+
     def refresh(self) -> RunView | None:
-        """Read the folder again. Raises InputError where there is no run."""
-        self.view = read_run(self.folder)
+        """Read the folder again. Raises InputError where there is no run, with what its process said if it ended."""
+        if self._process is None or self._heard():
+            self.view = read_run(self.folder)
+        elif (code := self._process.poll()) is None:
+            return None  # it is still loading
+        else:
+            said = _last_lines(Path(self.folder) / TRAIN_LOG)
+            raise InputError(f"the run ended with exit code {code} before its first step: {said}")
         self._draw()
+        if self.view.state not in ENDED and not is_going_on(self.view.status):
+            raise InputError(
+                f"the run's process is gone, and the last that it said is {self.view.state}",
+                remedy=f"Continue from its last checkpoint: superoffload train --resume {self.folder} ...",
+            )
         return self.view
+
+    def _heard(self) -> bool:
+        """Whether the status file is of the run that this panel has started, and not of one before it."""
+        try:
+            return float(read_run(self.folder).status.get("started", 0.0)) >= self._began - 1.0
+        except InputError:
+            return False
 
     def _draw(self) -> None:
         if self.view is None:
             return
         self.head.value = head_html(self.view)
+        state = self.view.state
+        going = is_going_on(self.view.status)
+        usable = {"pause": going and state != "paused", "go on": state == "paused", "checkpoint": going, "stop": going}
+        for request, widget in self.requests.items():
+            widget.disabled = not usable[request]
         spec = loss_spec(self.view, theme=themes.DARK if self._bridge.theme == "dark" else themes.LIGHT)
         if self.figure is None:
             self.figure = LiveFigure(spec)
@@ -102,7 +194,7 @@ class RunPanel(W.VBox):  # type: ignore[misc]
             if stamp != self._stamp:
                 self._stamp = stamp
                 self._guard(self.refresh)()
-            if self.view is not None and self.view.state in FINISHED:
+            if self.view is not None and not is_going_on(self.view.status):
                 self.follow.value = False
 
     def close(self) -> None:
@@ -133,6 +225,14 @@ def head_html(view: RunView) -> str:
     if isinstance(updated, int | float) and view.state == "running" and time.time() - updated > 60:
         parts.append(f'<span class="so-worse">silent for {time.time() - updated:.0f} s</span>')
     return " · ".join(parts)
+
+
+def _last_lines(path: Path, count: int = 3) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        return "it said nothing"
+    return " / ".join(line.strip() for line in lines if line.strip() and "\r" not in line)[-600:] or "it said nothing"
 
 
 def _stamp(folder: str | os.PathLike[str]) -> tuple[Any, ...]:

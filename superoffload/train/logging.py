@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import sys
 import time
 from pathlib import Path
@@ -30,7 +31,8 @@ class RunLog:
         self._cut(resume_at)
         self._file: TextIO = (folder / METRICS).open("a", encoding="utf-8")
         self.status: dict[str, Any] = {
-            "state": "starting", "step": resume_at, "steps": steps, "pid": os.getpid(), "started": time.time(),
+            "state": "starting", "step": resume_at, "steps": steps, "pid": os.getpid(), "host": platform.node(),
+            "started": time.time(),
         }  # fmt: skip
         self._bar = progress_bar(steps, unit="step", initial=resume_at) if progress else None
         self._written = 0.0

@@ -8,7 +8,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,11 +20,14 @@ from superoffload.config import TrainingConfig, TunedConfig
 from superoffload.engine import OffloadAdamW
 from superoffload.errors import InputError
 from superoffload.plan import check_one_chip
+from superoffload.run_control import Request, Requests
 from superoffload.train import checkpoint
 from superoffload.train.data import TokenBlocks, load_blocks, locate
 from superoffload.train.logging import METRICS, RunLog
 
 CONFIG = "tuned.json"
+PAUSE_POLL_S = 0.2
+"""How often a paused run looks for requests."""
 
 
 def train(
@@ -166,6 +169,11 @@ class _Run:
         plan, training = self.cfg.plan, self.cfg.training
         device = next(model.parameters()).device
         log.set(state="running", data=blocks.name, blocks=len(blocks), model=self.cfg.model.name)
+        requests = Requests(self.folder)
+
+        def save() -> None:
+            self._save(model, tokenizer, opt, blocks, log)
+
         with _stop_flag(log) as stop, _quiet_collector():
             begun = time.perf_counter()
             while self.step < self.total and not stop.is_set():
@@ -187,11 +195,16 @@ class _Run:
                 self._pending = {"step": self.step, "loss": loss, "lr": rate, "step_s": now - begun}
                 begun = now
                 if training.save_every and self.step % training.save_every == 0 and self.step < self.total:
-                    self._save(model, tokenizer, opt, blocks, log)
+                    save()
                     begun = time.perf_counter()  # saving is not training time
+                if asked := requests.take():
+                    self._answer(
+                        asked, requests, stop, lambda: self._save(model, tokenizer, opt, blocks, log), opt, log
+                    )
+                    begun = time.perf_counter()
             opt.synchronize()
             self._flush(opt, log)
-            self._save(model, tokenizer, opt, blocks, log)
+            save()
         state = "finished" if self.step >= self.total else "interrupted"
         log.set(state=state, checkpoint=str(self.saved))
         if state == "interrupted":
@@ -205,6 +218,36 @@ class _Run:
             "out": str(self.folder),
             "checkpoint": str(self.saved),
         }
+
+    def _answer(
+        self,
+        asked: list[Request],
+        requests: Requests,
+        stop: threading.Event,
+        save: Callable[[], None],
+        opt: Any,
+        log: RunLog,
+    ) -> None:
+        """Do what somebody asked for through the run's folder; returns when the next step may begin."""
+        paused = False
+        while True:
+            for request in asked:
+                if request == "checkpoint":
+                    save()
+                elif request == "stop":
+                    stop.set()
+                else:
+                    paused = request == "pause"
+            if not paused or stop.is_set():
+                break
+            if log.status["state"] != "paused":
+                opt.synchronize()
+                self._flush(opt, log)
+                log.set(state="paused")
+                log.note(f"paused after step {self.step}: memory is kept, nothing is computed")
+            time.sleep(PAUSE_POLL_S)
+            asked = requests.take()
+        log.set(state="running")
 
     def _flush(self, opt: Any, log: RunLog) -> None:
         """Write the row of the last step: its loss and verdict are read one step late, so that nothing waits."""

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from superoffload import model_source as ms  # noqa: E402
 from superoffload.config import HardwareRef, OptimizerConfig, TrainingConfig, TunedConfig  # noqa: E402
 from superoffload.errors import InputError, NotSupported  # noqa: E402
 from superoffload.plan import Plan  # noqa: E402
+from superoffload.run_control import ask  # noqa: E402
 from superoffload.train import checkpoint, train  # noqa: E402
 from superoffload.train import logging as run_logging  # noqa: E402
 from superoffload.train.loop import learning_rate_factor  # noqa: E402
@@ -258,3 +260,56 @@ def test_schedules(schedule: Any) -> None:
         assert 0 < tail[-1] < 0.1
     middle = {"constant": 1.0, "linear": 0.5, "cosine": 0.5}[schedule]
     assert factors[12] == pytest.approx(middle)
+
+
+def wait_for(folder: Path, condition: Any, seconds: float = 60.0) -> dict[str, Any]:
+    """The status once it meets the condition."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if (folder / "status.json").exists() and condition(found := status(folder)):
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"not within {seconds} s: {status(folder)}")
+
+
+def test_a_run_pauses_saves_goes_on_and_stops_when_asked(source: Path, text: Path, tmp_path: Path) -> None:
+    cfg, folder, result = config(source), tmp_path / "run", []
+    thread = threading.Thread(
+        target=lambda: result.append(train(cfg, text, steps=100_000, out=folder, progress=False)), daemon=True
+    )
+    thread.start()
+    wait_for(folder, lambda s: s["state"] == "running" and s["step"] > 0)
+    ask(folder, "pause")
+    wait_for(folder, lambda s: s["state"] == "paused")
+    before = rows(folder)
+    time.sleep(0.5)
+    assert rows(folder) == before, "a paused run computes nothing"
+    assert before[-1]["step"] == status(folder)["step"], "the step before the pause is written"
+    ask(folder, "checkpoint")
+    at = wait_for(folder, lambda s: s.get("checkpoint"))
+    assert at["state"] == "paused" and at["checkpoint"].endswith(f"step-{before[-1]['step']:08d}")
+    ask(folder, "go on")
+    wait_for(folder, lambda s: s["state"] == "running" and s["step"] > before[-1]["step"])
+    ask(folder, "stop")
+    thread.join(60)
+    assert not thread.is_alive() and result[0]["state"] == "interrupted"
+    done = result[0]["step"]
+    assert [r["step"] for r in rows(folder)] == list(range(1, done + 1))
+    with pytest.raises(InputError, match="has ended"):
+        ask(folder, "go on")
+    # What was asked of the first run is not asked of the one that continues it. (The schedule looks at the last step.)
+    assert train(cfg, text, steps=done + 3, out=folder, resume=folder, progress=False)["state"] == "finished"
+
+
+def test_a_paused_run_can_be_stopped(source: Path, text: Path, tmp_path: Path) -> None:
+    cfg, folder, result = config(source), tmp_path / "run", []
+    thread = threading.Thread(
+        target=lambda: result.append(train(cfg, text, steps=100_000, out=folder, progress=False)), daemon=True
+    )
+    thread.start()
+    wait_for(folder, lambda s: s["state"] == "running")
+    ask(folder, "pause")
+    wait_for(folder, lambda s: s["state"] == "paused")
+    ask(folder, "stop")
+    thread.join(60)
+    assert not thread.is_alive() and result[0]["state"] == "interrupted"
