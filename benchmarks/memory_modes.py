@@ -27,7 +27,8 @@ from superoffload.hardware import Hardware, resolve
 from superoffload.memory import ledger
 from superoffload.model import ModelSpec, spec
 from superoffload.plan import Plan
-from superoffload.profiler import Profile, rescale
+from superoffload.profile_scaling import rescale
+from superoffload.profiler import Profile
 from superoffload.simulator import resolve_speculation
 
 PEAK_BF16_TFLOPS = 990.0

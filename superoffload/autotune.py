@@ -20,7 +20,8 @@ from superoffload.errors import InputError, did_you_mean
 from superoffload.memory import Place, ledger
 from superoffload.plan import Plan
 from superoffload.planner_pace import Pace, seconds_of
-from superoffload.profiler import Profile, rescale
+from superoffload.profile_scaling import rescale
+from superoffload.profiler import Profile
 from superoffload.search_asked import sequences_per_step, start_batch, within
 from superoffload.search_result import (
     OBJECTIVES,

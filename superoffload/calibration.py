@@ -23,7 +23,8 @@ from superoffload.errors import InputError
 from superoffload.graph import StepGraph
 from superoffload.hardware import Curve
 from superoffload.plan import Plan
-from superoffload.profiler import Profile, corrected_blocks
+from superoffload.profile_scaling import corrected_blocks
+from superoffload.profiler import Profile
 from superoffload.record import Record
 from superoffload.simulator import resolve_speculation, simulate
 from superoffload.tracing import LANE_TITLES, Lane, Trace, drawn_lanes

@@ -10,7 +10,8 @@ from superoffload.errors import DoesNotFit, InputError
 from superoffload.loss_costs import enough_chunks
 from superoffload.memory import Ledger, Place, ledger
 from superoffload.plan import Plan
-from superoffload.profiler import Profile, rescale
+from superoffload.profile_scaling import rescale
+from superoffload.profiler import Profile
 from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, format_bytes
 
 

@@ -25,7 +25,8 @@ from superoffload.hardware import Curve
 from superoffload.layout import Bucket, TensorRef, cut_buckets
 from superoffload.loss_costs import check_loss_chunks
 from superoffload.plan import Plan, check_compile, check_master
-from superoffload.profiler import Profile, rescale
+from superoffload.profile_scaling import rescale
+from superoffload.profiler import Profile
 from superoffload.tracing import Kind, Lane
 from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, GB, UNDO_BYTES
 
@@ -171,7 +172,7 @@ def bucket_cost(plan: Plan, dtype: str, *, flow: bool = False) -> BucketCost:
 def build(profile: Profile, plan: Plan) -> StepGraph:
     """Write down the step that the engine runs under `plan`.
 
-    Where the plan's batch is not the profile's, the profile is rescaled (`profiler.rescale`).
+    Where the plan's batch is not the profile's, the profile is rescaled (`profile_scaling.rescale`).
 
     Raises:
         InputError: the plan names blocks or more buckets than there are, or more chips.

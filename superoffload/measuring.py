@@ -17,7 +17,8 @@ from superoffload.engine.optimizer import optimizer_of
 from superoffload.errors import InputError, SuperOffloadError
 from superoffload.model_source import fingerprint, load
 from superoffload.plan import Plan
-from superoffload.profiler import Profile, rescale
+from superoffload.profile_scaling import rescale
+from superoffload.profiler import Profile
 from superoffload.profiling import batch_arguments, loss_of
 from superoffload.profiling_state import untouched
 from superoffload.search_result import Measured, SearchResult, Trial, ranked

@@ -14,7 +14,8 @@ from superoffload.errors import unknown_name
 from superoffload.graph import buckets_of
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, rescale
+from superoffload.profile_scaling import rescale
+from superoffload.profiler import Profile
 
 
 def pcie_era_plan(profile: Profile, **knobs: Any) -> Plan:

@@ -17,7 +17,8 @@ from superoffload.planner_loss import place
 from superoffload.planner_pace import GOOD_ENOUGH, Pace
 from superoffload.planner_room import Room
 from superoffload.planner_speculation import SpeculationChoice
-from superoffload.profiler import Profile, rescale, retarget
+from superoffload.profile_scaling import rescale, retarget
+from superoffload.profiler import Profile
 from superoffload.units import FP32_BYTES, GB, MIB, format_bytes, format_seconds
 
 MIN_BUCKETS = 16
@@ -34,7 +35,7 @@ def make_plan(profile: Profile, hardware: str | Hardware | None = None, *, check
 
     Args:
         profile: Measured or estimated.
-        hardware: Plan for this machine instead of the profile's (`profiler.retarget` says what that means).
+        hardware: Plan for this machine instead of the profile's (`profile_scaling.retarget` says what that means).
         check: Refuse a plan that does not fit into the memory.
         knobs: Any field of Plan except `reasons`. `flow` may stand for `flow_blocks`: block indices, or how many
             layers, evenly spread. `buckets` may stand for `bucket_mb`: how many buckets the model is cut into. `tokens`

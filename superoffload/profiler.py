@@ -12,7 +12,6 @@ A sixth serves layers that are compiled (`Plan.compile_blocks`), see `COMPILED_T
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -225,145 +224,6 @@ def estimate(
     )
 
 
-def rescale(
-    profile: Profile,
-    *,
-    micro_batch: int | None = None,
-    seq_len: int | None = None,
-    sequence_parallel: int | None = None,
-) -> Profile:
-    """Return the profile for another micro-batch or sequence length, or of one of several chips that share a sequence.
-
-    An estimate is made anew. A measured profile is scaled in proportion to its tokens, which is right for another
-    micro-batch on a busy GPU and ignores that attention grows faster with the sequence; `context["rescaled"]` says so.
-
-    Raises:
-        InputError: the profile is measured and the number of chips that share a sequence is another; or what `estimate`
-            refuses.
-    """
-    b, s = micro_batch or profile.micro_batch, seq_len or profile.seq_len
-    n = sequence_parallel or profile.sequence_parallel
-    if (b, s, n) == (profile.micro_batch, profile.seq_len, profile.sequence_parallel):
-        return profile
-    if "spec" in profile.context:
-        shape = ModelSpec.from_json(profile.context["spec"])
-        dtype = profile.context.get("dtype", "bfloat16")
-        new = estimate(shape, micro_batch=b, seq_len=s, hardware=profile.hardware, dtype=dtype, sequence_parallel=n)
-        if not profile.corrections:
-            return new
-        told = {k: v for k, v in profile.context.items() if k == "calibrated"}
-        return new.replace(blocks=corrected_blocks(new.blocks, profile.corrections), corrections=profile.corrections,
-                           context={**new.context, **told})  # fmt: skip
-    if n != profile.sequence_parallel:
-        raise InputError(
-            f"sequence_parallel = {n} with a profile measured with {profile.sequence_parallel}, which does not say how "
-            "attention is divided",
-            expected="an estimated profile",
-            remedy="Estimate a model preset: superoffload plan --model NAME --hardware NAME",
-        )
-    f = b * s // n / profile.tokens
-    blocks = tuple(
-        x.model_copy(
-            update={
-                "forward_s": x.forward_s * f,
-                "backward_s": x.backward_s * f,
-                "forward_flops": x.forward_flops * f,
-                "input_bytes": round(x.input_bytes * f),
-                "activation_bytes": round(x.activation_bytes * f),
-                "working_bytes": round(x.working_bytes * f),
-                **{
-                    name: None if (value := getattr(x, name)) is None else round(value * f)
-                    for name in (
-                        "selective_bytes",
-                        "compiled_bytes",
-                        "logits",
-                        "chunked_activation_bytes",
-                        "chunked_working_bytes",
-                    )
-                },
-                "selective_recompute_s": _times(x.selective_recompute_s, f),
-                "compiled_forward_s": _times(x.compiled_forward_s, f),
-                "compiled_backward_s": _times(x.compiled_backward_s, f),
-            }
-        )
-        for x in profile.blocks
-    )
-    note = f"times and activations in proportion to tokens, from {profile.micro_batch} x {profile.seq_len}"
-    return profile.replace(
-        micro_batch=b,
-        seq_len=s,
-        blocks=blocks,
-        model_flops=profile.model_flops * f,
-        context={**profile.context, "rescaled": note},
-    )
-
-
-def corrected_blocks(blocks: Sequence[BlockProfile], factors: Mapping[str, float]) -> tuple[BlockProfile, ...]:
-    """Blocks with their times multiplied.
-
-    Args:
-        factors: `head` for both times of the head; of layers `forward`, with the selective recomputation, and
-            `backward`, and `compiled_forward` and `compiled_backward`: eager and compiled layers are different
-            programs.
-    """
-
-    def times(block: BlockProfile, **names: str) -> BlockProfile:
-        update = {
-            name: value * factors[key]
-            for name, key in names.items()
-            if key in factors and (value := getattr(block, name)) is not None
-        }
-        return block.model_copy(update=update)
-
-    def one(block: BlockProfile) -> BlockProfile:
-        if block.kind == "head":
-            return times(block, forward_s="head", backward_s="head")
-        if block.kind != "layer":
-            return block
-        return times(block, forward_s="forward", selective_recompute_s="forward", backward_s="backward",
-                     compiled_forward_s="compiled_forward", compiled_backward_s="compiled_backward")  # fmt: skip
-
-    return tuple(map(one, blocks))
-
-
-def retarget(profile: Profile, hardware: str | Hardware) -> Profile:
-    """Return the profile on another machine.
-
-    An estimate is made anew. A measured profile becomes a modelled one: its seconds are scaled by the machines'
-    `matmul_bf16_tflops`, which is right for blocks that are busy with products; `context["retargeted"]` says so.
-    """
-    hw = resolve(hardware)
-    if hw == profile.hardware:
-        return profile
-    if "spec" in profile.context:
-        shape = ModelSpec.from_json(profile.context["spec"])
-        dtype = profile.context.get("dtype", "bfloat16")
-        return estimate(
-            shape,
-            micro_batch=profile.micro_batch,
-            seq_len=profile.seq_len,
-            hardware=hw,
-            dtype=dtype,
-            sequence_parallel=profile.sequence_parallel,
-        )
-    f = profile.hardware.gpu.matmul_bf16_tflops / hw.gpu.matmul_bf16_tflops
-    blocks = tuple(
-        b.model_copy(
-            update={
-                "forward_s": b.forward_s * f,
-                "backward_s": b.backward_s * f,
-                "selective_recompute_s": _times(b.selective_recompute_s, f),
-                "compiled_forward_s": _times(b.compiled_forward_s, f),
-                "compiled_backward_s": _times(b.compiled_backward_s, f),
-            }
-        )
-        for b in profile.blocks
-    )
-    note = f"seconds measured on {profile.hardware.name}, times {f:.3g} by the rates of a large matrix product"
-    context = {**profile.context, "retargeted": note}
-    return profile.replace(source="modelled", hardware=hw, blocks=blocks, context=context)
-
-
 def _check_divides(shape: ModelSpec, seq_len: int, n: int) -> None:
     """Refuse to divide a sequence, or attention's heads, over `n` chips where they are no multiple of it. Keys and
     values of fewer heads are repeated, as DeepSpeed-Ulysses repeats them."""
@@ -377,10 +237,6 @@ def _check_divides(shape: ModelSpec, seq_len: int, n: int) -> None:
             "and values, which cannot be divided alike",
             expected="one of " + ", ".join(map(str, fit)),
         )
-
-
-def _times(seconds: float | None, factor: float) -> float | None:
-    return None if seconds is None else seconds * factor
 
 
 class _Cost:

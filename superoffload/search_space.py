@@ -13,7 +13,8 @@ from superoffload.plan import CASTS, Plan
 from superoffload.planner import MIN_BUCKETS
 from superoffload.planner_placement import open_policies
 from superoffload.planner_room import Room
-from superoffload.profiler import Profile, rescale
+from superoffload.profile_scaling import rescale
+from superoffload.profiler import Profile
 from superoffload.units import FP32_BYTES, MIB
 
 Point = tuple[int, ...]

@@ -19,7 +19,8 @@ from superoffload.memory import ledger
 from superoffload.model import ModelSpec
 from superoffload.plan import Plan
 from superoffload.planner_pace import seconds_of
-from superoffload.profiler import Profile, rescale, retarget
+from superoffload.profile_scaling import rescale, retarget
+from superoffload.profiler import Profile
 from superoffload.units import FP32_BYTES, MIB
 
 SHARES = (0.0, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)

@@ -8,7 +8,8 @@ import ipywidgets as W
 
 from superoffload.hardware import Hardware
 from superoffload.plan import Plan
-from superoffload.profiler import Profile, retarget
+from superoffload.profile_scaling import retarget
+from superoffload.profiler import Profile
 from superoffload.tracing import Trace
 from superoffload.widgets import compare_views as cv
 from superoffload.widgets import theme as themes

@@ -17,7 +17,8 @@ from superoffload.hardware import Hardware
 from superoffload.layout import Bucket
 from superoffload.model import ModelSpec
 from superoffload.plan import Plan
-from superoffload.profiler import Profile, estimate, rescale
+from superoffload.profile_scaling import rescale, retarget
+from superoffload.profiler import Profile, estimate
 from superoffload.record import Record
 from superoffload.tracing import Trace
 from superoffload.widgets import view_models as vm
@@ -321,7 +322,7 @@ class Session:
                 f"{micro_batch} × {seq_len}",
                 remedy=fixed or "Estimate the model again",
             )
-        return rebase(given, hardware)
+        return retarget(given, hardware)
 
     def _keep_baseline(self, baseline: Trace | Plan | vm.Numbers | None) -> None:
         if isinstance(baseline, Plan):
@@ -372,25 +373,6 @@ class Session:
         if s.baseline_plan is not None and s.baseline_hardware is not None:
             session._pin_again(s.baseline_plan, s.baseline_hardware)
         return session
-
-
-def rebase(profile: Profile, hardware: Hardware) -> Profile:
-    """Carry a profile to another machine by the ratio of their matrix rates; the result counts as modelled.
-
-    A block that spends its time in small operations will not speed up as much: the context says what was done.
-    """
-    ratio = profile.hardware.gpu.matmul_bf16_tflops / hardware.gpu.matmul_bf16_tflops
-    keys = ("forward_s", "backward_s", "selective_recompute_s", "compiled_forward_s", "compiled_backward_s")
-    blocks = tuple(
-        b.replace(**{k: s * ratio for k in keys if (s := getattr(b, k)) is not None}) for b in profile.blocks
-    )
-    note = (
-        f"block times {profile.source} on {profile.hardware.name}, scaled by {ratio:.3g}, the ratio of the machines' "
-        "bf16 matrix rates"
-    )
-    return profile.replace(
-        source="modelled", hardware=hardware, blocks=blocks, context={**profile.context, "rebased": note}
-    )
 
 
 def _as_knobs(fields: dict[str, Any]) -> dict[str, Any]:

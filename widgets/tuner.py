@@ -397,9 +397,10 @@ class Tuner(W.VBox):  # type: ignore[misc]
             f"<li><b>{escape(i.place)}</b> {escape(i.name)}: {format_bytes(i.bytes)}</li>" for i in s.trace.memory.items
         )
         notes = [f"Numbers are {s.trace.source} for {s.trace.hardware}."]
-        if "rebased" in s.profile.context:
-            rebased = s.profile.context["rebased"]
-            notes.append(rebased[:1].upper() + rebased[1:] + ".")
+        for key in ("retargeted", "calibrated"):
+            if key in s.profile.context:
+                told = s.profile.context[key]
+                notes.append(("" if key == "retargeted" else "Calibrated: ") + told[:1].upper() + told[1:] + ".")
         if s.baseline is not None:
             notes.append(f"Baseline: {s.baseline.step_s:.4g} s per step ({s.baseline.label}).")
         if s.autosave is not None:

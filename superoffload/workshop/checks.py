@@ -19,7 +19,8 @@ from superoffload.memory import ledger
 from superoffload.plan import ACTIVATIONS, CASTS, Plan
 from superoffload.plan_presets import pcie_era_plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate, retarget
+from superoffload.profile_scaling import retarget
+from superoffload.profiler import Profile, estimate
 from superoffload.simulator import simulate, step_seconds
 from superoffload.units import ADAM_STREAM_BYTES, GB
 from superoffload.workshop import storm

@@ -13,7 +13,8 @@ from superoffload.links import LINKS_GB_PER_S, link_at
 from superoffload.plan import CASTS
 from superoffload.plan_presets import pcie_era_plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate, retarget
+from superoffload.profile_scaling import retarget
+from superoffload.profiler import Profile, estimate
 from superoffload.simulator import simulate, step_seconds
 from superoffload.tracing import Trace
 from superoffload.units import ADAM_STREAM_BYTES, GB, TERA

@@ -17,7 +17,8 @@ from superoffload.errors import InputError, did_you_mean
 from superoffload.fitting import spread_layers
 from superoffload.plan import ACTIVATIONS, CASTS, Plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate, rescale
+from superoffload.profile_scaling import rescale
+from superoffload.profiler import Profile, estimate
 from superoffload.simulator import resolve_speculation, simulate
 from superoffload.tracing import Trace
 

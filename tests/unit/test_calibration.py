@@ -15,7 +15,8 @@ from superoffload.errors import InputError
 from superoffload.hardware import Hardware
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate, rescale
+from superoffload.profile_scaling import rescale
+from superoffload.profiler import Profile, estimate
 from superoffload.simulator import simulate
 from superoffload.tracing import Trace, TraceEvent
 

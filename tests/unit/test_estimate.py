@@ -5,7 +5,8 @@ import pytest
 from superoffload import model
 from superoffload.activation_costs import block_cost, block_seconds
 from superoffload.errors import InputError
-from superoffload.profiler import Profile, estimate, rescale, retarget
+from superoffload.profile_scaling import rescale, retarget
+from superoffload.profiler import Profile, estimate
 
 
 def seconds(profile: Profile, recompute: bool) -> float:

@@ -12,7 +12,8 @@ from superoffload.collectives import all_to_all_seconds, ring_seconds
 from superoffload.errors import InputError
 from superoffload.hardware import Curve, Hardware, Interconnect, Wire
 from superoffload.interconnect_presets import CHIPS, FAMILIES
-from superoffload.profiler import Profile, estimate, rescale, retarget
+from superoffload.profile_scaling import rescale, retarget
+from superoffload.profiler import Profile, estimate
 
 NEAR = 1e-3
 

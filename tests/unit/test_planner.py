@@ -17,7 +17,8 @@ from superoffload.model import ModelSpec
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
 from superoffload.planner_pace import Pace
-from superoffload.profiler import Profile, estimate, rescale, retarget
+from superoffload.profile_scaling import rescale, retarget
+from superoffload.profiler import Profile, estimate
 from superoffload.units import GB, format_bytes
 
 CHUNK_FIELDS = ("logits", "chunked_activation_bytes", "chunked_working_bytes")

@@ -18,7 +18,8 @@ from superoffload.errors import InputError
 from superoffload.memory import ledger
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate, rescale
+from superoffload.profile_scaling import rescale
+from superoffload.profiler import Profile, estimate
 from superoffload.search_result import SearchResult, Trial, front
 from superoffload.search_space import AXES, NOT_SEARCHED, Space
 from superoffload.units import GB

@@ -23,7 +23,8 @@ from superoffload.interconnect_presets import CHIPS, FAMILIES
 from superoffload.memory import EXCHANGE_COPIES, ledger, state_items
 from superoffload.plan import ACTIVATIONS, Plan, check_one_chip
 from superoffload.planner import make_plan
-from superoffload.profiler import Exchange, Profile, estimate, rescale, retarget
+from superoffload.profile_scaling import rescale, retarget
+from superoffload.profiler import Exchange, Profile, estimate
 from superoffload.simulator import simulate
 from superoffload.tracing import Lane, Trace, drawn_lanes
 

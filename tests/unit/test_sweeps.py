@@ -15,7 +15,8 @@ from superoffload.memory import ledger
 from superoffload.plan import Plan
 from superoffload.plan_presets import PRESETS, preset_plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, rescale
+from superoffload.profile_scaling import rescale
+from superoffload.profiler import Profile
 from superoffload.simulator import simulate, step_seconds
 from superoffload.sweeps import AXES, Sweep, sweep
 
