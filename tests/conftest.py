@@ -46,7 +46,7 @@ def _cuda() -> str:
 
 
 def _browser() -> str:
-    missing = _modules("playwright", "jupyterlab", "ipywidgets", "plotly", extra="lab,test")()
+    missing = _modules("playwright", "axe_playwright_python", "jupyterlab", "ipywidgets", "plotly", extra="lab,test")()
     if missing:
         return missing
     if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):

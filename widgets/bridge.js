@@ -17,6 +17,13 @@ function render({ model, el }) {
     // The notebook's own shortcuts would take the arrow keys (and letters) away from menus and lists.
     for (const menu of root.querySelectorAll("select:not([data-lm-suppress-shortcuts])"))
       menu.setAttribute("data-lm-suppress-shortcuts", "true");
+    // A small control that shares its line with another has a tooltip "Name: what it does" and no label of its own.
+    for (const control of root.querySelectorAll("select[title], input[title]")) {
+      const name = control.title.split(":")[0];
+      const labelled = [...(control.labels ?? [])].some((l) => l.textContent.trim() && l.offsetParent);
+      if (name && !labelled && control.getAttribute("aria-label") !== name)
+        control.setAttribute("aria-label", name);
+    }
     for (const slider of root.querySelectorAll(".widget-slider, .widget-hslider")) {
       const name = slider.querySelector(".widget-label")?.textContent || slider.title;
       const text = slider.querySelector(".widget-readout")?.textContent;

@@ -37,7 +37,9 @@ def test_conda_environment_agrees_with_the_extras(repository: Path, project: dic
     yaml = pytest.importorskip("yaml")
     env = yaml.safe_load((repository / "environment.yml").read_text())
     assert env["channels"] == ["conda-forge"]
-    conda = {re.split(r"[>=]", d)[0]: d[len(re.split(r"[>=]", d)[0]) :] for d in env["dependencies"]}
+    listed = [d for d in env["dependencies"] if isinstance(d, str)]
+    listed += [d for section in env["dependencies"] if isinstance(section, dict) for d in section["pip"]]
+    conda = {re.split(r"[>=]", d)[0]: d[len(re.split(r"[>=]", d)[0]) :] for d in listed}
     wanted = {CONDA_NAMES.get(name, name): bound for name, bound in requirements(project).items()}
     assert {k: v for k, v in conda.items() if k not in CONDA_ONLY} == wanted
     assert conda["python"] == project["project"]["requires-python"]
