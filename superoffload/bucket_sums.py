@@ -8,7 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from superoffload.layout import RING_SLOTS, Bucket
+from superoffload.layout import Bucket, ring_slots_for
 from superoffload.units import ADAM_STATE_BYTES, UNDO_BYTES
 
 Kind = tuple[str, bool]
@@ -75,7 +75,7 @@ class BucketSums:
 
     def ring_slots(self, n: int, *, at_once: bool) -> int:
         """`layout.ring_slots` of the first n buckets."""
-        return max(RING_SLOTS, 1 + self._together[n]) if at_once else RING_SLOTS
+        return ring_slots_for(self._together[n], at_once=at_once)
 
     def over(self, of: Callable[[Kind], bool], value: Callable[[Kind], int]) -> int:
         """Sum of `value` over the kinds that are `of` it."""

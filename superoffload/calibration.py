@@ -28,7 +28,7 @@ from superoffload.profiler import Profile
 from superoffload.record import Record
 from superoffload.simulator import resolve_speculation, simulate
 from superoffload.tracing import LANE_TITLES, Lane, Trace, drawn_lanes
-from superoffload.units import format_seconds
+from superoffload.units import format_off, format_seconds
 
 STRANGE = (0.4, 2.5)
 """Factors beyond these are no matter of drift: another machine, another model, or a machine that others used."""
@@ -83,8 +83,8 @@ class Calibration(Record):
         measured, before, after = self.measured_step_s, self.modelled_step_s, self.calibrated_step_s
         found = [
             f"step: {format_seconds(measured)} measured",
-            f"      {format_seconds(before)} modelled ({_off(before, measured)})",
-            f"      {format_seconds(after)} with the corrections ({_off(after, measured)})",
+            f"      {format_seconds(before)} modelled ({format_off(before, measured)})",
+            f"      {format_seconds(after)} with the corrections ({format_off(after, measured)})",
             f"{'corrected':18}{'factor':>8}{'modelled':>12}{'measured':>12}{'compared':>10}",
         ]
         found += [
@@ -161,7 +161,7 @@ def drift(history: str | os.PathLike[str], calibration: Calibration) -> list[str
     if len(entries) > 1:
         first, last = entries[0].factors, entries[-1].factors
         moved = [p for p in parts if p in first and p in last and abs(last[p] / first[p] - 1) > DRIFT]
-        found += [f"{p} has drifted by {_off(last[p], first[p])} since {entries[0].date}" for p in moved]
+        found += [f"{p} has drifted by {format_off(last[p], first[p])} since {entries[0].date}" for p in moved]
     return found
 
 
@@ -175,12 +175,14 @@ def calibrate(profile: Profile, trace: Trace) -> Calibration:
     Raises:
         InputError: the trace is modelled, is of another model, or holds nothing that could be compared.
     """
-    if trace.source != "measured" or trace.step_s <= 0:
+    if trace.source != "measured":
         raise InputError(
             f"the trace of {trace.model} is {trace.source}",
             expected="a measured one",
             remedy="Record it: OffloadAdamW(..., record_trace=True), some steps, then opt.trace().save(FILE)",
         )
+    if trace.step_s <= 0:
+        raise InputError(f"the trace of {trace.model} says that a step takes {trace.step_s:g} s", expected="more")
     plan = _as_run(profile, trace)
     step = graph.build(profile, plan)
     _check_same_model(profile, step, trace)
@@ -289,10 +291,6 @@ def _apply(profile: Profile, corrections: Sequence[Correction], *, compiled: boo
 
 def _slower(curve: Curve, factor: float) -> Curve:
     return curve.replace(gb_per_s=tuple(x / factor for x in curve.gb_per_s))
-
-
-def _off(modelled_s: float, measured_s: float) -> str:
-    return f"{(modelled_s / measured_s - 1) * 100:+.1f} %".replace("-", "−")
 
 
 __all__ = ["Calibration", "Correction", "LaneTime", "calibrate", "drift"]

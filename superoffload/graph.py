@@ -88,7 +88,7 @@ def backward_tensors(profile: Profile) -> list[TensorRef]:
     return _backward_tensors(tuple((b.dtype, b.tensor_numels) for b in profile.blocks), ())
 
 
-def buckets_of(profile: Profile, bucket_mb: float, flow_blocks: tuple[int, ...] = ()) -> list[Bucket]:
+def buckets_of(profile: Profile, bucket_mb: float, flow_blocks: tuple[int, ...] = ()) -> CutBuckets:
     """Buckets as the engine cuts them."""
     return _cut(tuple((b.dtype, b.tensor_numels) for b in profile.blocks), bucket_mb, flow_blocks)
 

@@ -121,6 +121,10 @@ def ring_slots(buckets: Sequence[Bucket], *, at_once: bool) -> int:
         at_once: the gradients of a block come together, as those of a compiled layer do: there is a slot for each
             bucket that a block completes, or the GPU would wait for the copies of its own gradients.
     """
-    if not at_once:
-        return RING_SLOTS
-    return max(RING_SLOTS, 1 + max(Counter(b.blocks[-1] for b in buckets).values(), default=0))
+    most = max(Counter(b.blocks[-1] for b in buckets).values(), default=0)
+    return ring_slots_for(most, at_once=at_once)
+
+
+def ring_slots_for(together: int, *, at_once: bool) -> int:
+    """`ring_slots` of buckets of which no block completes more than `together`."""
+    return max(RING_SLOTS, 1 + together) if at_once else RING_SLOTS

@@ -17,7 +17,7 @@ from superoffload.graph import (
     transfer_s,
 )
 from superoffload.hardware import Hardware
-from superoffload.layout import Bucket, ring_slots
+from superoffload.layout import Bucket
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
 from superoffload.tracing import Kind, Lane
@@ -33,13 +33,14 @@ class StepBuilder:
         self.ops: list[Operator] = []
         self.buckets = buckets_of(profile, plan.bucket_mb, plan.flow_blocks)
         self.first_retained = len(self.buckets) - plan.retained_buckets
-        self.slots = ring_slots(self.buckets[: self.first_retained], at_once=plan.compile_blocks)
+        sums = self.buckets.sums(plan.chips)
+        self.slots = sums.ring_slots(self.first_retained, at_once=plan.compile_blocks)
         self.flow = frozenset(plan.flow_blocks)
         self.hbm = self.hw.gpu.hbm_gb_per_s * GB
         self.comms = Collectives.of(self.hw, plan)
         self.scattered: list[int] = []
         """Reduce-scatters of the present micro-batch, in order of buckets."""
-        self.scatter_slots = ring_slots(self.buckets, at_once=plan.compile_blocks)
+        self.scatter_slots = sums.ring_slots(sums.count, at_once=plan.compile_blocks)
         self.needs: list[list[int]] = [[] for _ in profile.blocks]
         """Buckets that own a part of each block."""
         self.block_of: list[int] = [t.block for t in backward_tensors(profile)]

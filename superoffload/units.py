@@ -45,3 +45,8 @@ def format_count(n: float) -> str:
         if abs(n) >= size:
             return f"{n / size:.3g}{unit}"
     return f"{n:.0f}"
+
+
+def format_off(modelled: float, measured: float) -> str:
+    """How far a prediction is off: ``"−1.7 %"``."""
+    return f"{(modelled / measured - 1) * 100:+.1f} %".replace("-", "−")

@@ -12,7 +12,7 @@ from superoffload.calibration import Calibration, calibrate
 from superoffload.errors import InputError
 from superoffload.profiler import Profile
 from superoffload.tracing import LANE_TITLES, Trace
-from superoffload.units import format_seconds
+from superoffload.units import format_off, format_seconds
 from superoffload.widgets.background import on_loop
 from superoffload.widgets.parts import Guard, Messages, button, escape
 
@@ -168,7 +168,8 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
             return
         if predicted.source == "modelled" and predicted.hardware == trace.hardware and predicted.step_s:
             off = (predicted.step_s / trace.step_s - 1) * 100
-            text += f"; the model predicted {format_seconds(predicted.step_s)} ({off:+.1f} %)".replace("-", "−")
+            told = format_off(predicted.step_s, trace.step_s)
+            text += f"; the model predicted {format_seconds(predicted.step_s)} ({told})"
             if not FAR[0] < off < FAR[1]:
                 text += ". So far apart, one of the two was likely taken on a busy machine: measure, or profile, again"
         elif predicted.hardware != trace.hardware:
@@ -180,8 +181,7 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
 
 def _told(found: Calibration) -> str:
     """What a calibration did, with a table of its lanes: all figures modelled but those that say measured."""
-    off = [f"{(s / found.measured_step_s - 1) * 100:+.1f} %".replace("-", "−")
-           for s in (found.modelled_step_s, found.calibrated_step_s)]  # fmt: skip
+    off = [format_off(s, found.measured_step_s) for s in (found.modelled_step_s, found.calibrated_step_s)]
     parts = ", ".join(f"{escape(c.part)} × {c.factor:.2f}" for c in found.corrections)
     rows = "".join(
         f'<tr><th scope="row">{escape(LANE_TITLES[t.lane])}</th>'

@@ -140,13 +140,9 @@ class RunPanel(W.VBox):  # type: ignore[misc]
 
     def refresh(self) -> RunView | None:
         """Read the folder again. Raises InputError where there is no run, with what its process said if it ended."""
-        if self._process is None or self._heard():
-            self.view = read_run(self.folder)
-        elif (code := self._process.poll()) is None:
+        if (view := self._read()) is None:
             return None  # it is still loading
-        else:
-            said = _last_lines(Path(self.folder) / TRAIN_LOG)
-            raise InputError(f"the run ended with exit code {code} before its first step: {said}")
+        self.view = view
         self._draw()
         if self.view.state not in ENDED and not is_going_on(self.view.status):
             raise InputError(
@@ -155,12 +151,20 @@ class RunPanel(W.VBox):  # type: ignore[misc]
             )
         return self.view
 
-    def _heard(self) -> bool:
-        """Whether the status file is of the run that this panel has started, and not of one before it."""
+    def _read(self) -> RunView | None:
+        """What the folder says of this panel's run, and not of one before it; None while its process is loading."""
+        if self._process is None:
+            return read_run(self.folder)
         try:
-            return float(read_run(self.folder).status.get("started", 0.0)) >= self._began - 1.0
+            view = read_run(self.folder)
+            if float(view.status.get("started", 0.0)) >= self._began - 1.0:
+                return view
         except InputError:
-            return False
+            pass
+        if (code := self._process.poll()) is None:
+            return None
+        said = _last_lines(Path(self.folder) / TRAIN_LOG)
+        raise InputError(f"the run ended with exit code {code} before its first step: {said}")
 
     def _draw(self) -> None:
         if self.view is None:

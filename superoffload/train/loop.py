@@ -198,9 +198,7 @@ class _Run:
                     save()
                     begun = time.perf_counter()  # saving is not training time
                 if asked := requests.take():
-                    self._answer(
-                        asked, requests, stop, lambda: self._save(model, tokenizer, opt, blocks, log), opt, log
-                    )
+                    self._answer(asked, requests, stop, save, opt, log)
                     begun = time.perf_counter()
             opt.synchronize()
             self._flush(opt, log)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from superoffload.memory import Ledger, LedgerItem
 from superoffload.plan import Plan
 from superoffload.profiler import BlockProfile, Profile
 from superoffload.tracing import Stall, Trace, TraceEvent
+from superoffload.widgets import Tuner
 
 GB = 10**9
 Sent = list[tuple[str, int]]
@@ -35,6 +36,15 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
 
     monkeypatch.setattr(comm, "create_comm", Counting)
     return out
+
+
+@pytest.fixture
+def tuner(profile: Profile, sent: Sent) -> Iterator[Tuner]:
+    """A Tuner on the `profile` of the test's module, its own messages not counted."""
+    t = Tuner(profile, autosave=False)
+    sent.clear()
+    yield t
+    t.close_all()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,14 +33,6 @@ def profile() -> Profile:
 @pytest.fixture(scope="module")
 def result(profile: Profile) -> SearchResult:
     return search(profile, gpu_budget_gb=24, trials=60)
-
-
-@pytest.fixture
-def tuner(profile: Profile, sent: Sent) -> Iterator[Tuner]:
-    t = Tuner(profile, autosave=False)
-    sent.clear()
-    yield t
-    t.close_all()
 
 
 def opened(tuner: Tuner, trials: int = 40) -> Autotune:

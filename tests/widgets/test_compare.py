@@ -47,14 +47,6 @@ def compare(profile: Profile, plan: Plan, sent: Sent) -> Iterator[Compare]:
     c.close_all()
 
 
-@pytest.fixture
-def tuner(profile: Profile, sent: Sent) -> Iterator[Tuner]:
-    t = Tuner(profile, autosave=False)
-    sent.clear()
-    yield t
-    t.close_all()
-
-
 def rows(table: cv.Comparison) -> dict[str, tuple[cv.Cell, ...]]:
     return {r.title: r.cells for r in (*table.headline, *table.fields)}
 

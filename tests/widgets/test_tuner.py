@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,6 @@ Sent = list[tuple[str, int]]
 @pytest.fixture(scope="module")
 def profile() -> Profile:
     return estimate("llama-7b", micro_batch=4, seq_len=2048, hardware="gh200")
-
-
-@pytest.fixture
-def tuner(profile: Profile, sent: Sent) -> Iterator[Tuner]:
-    t = Tuner(profile, autosave=False)
-    sent.clear()
-    yield t
-    t.close_all()
 
 
 def text(t: Tuner) -> str:
