@@ -212,7 +212,6 @@ def state_items(buckets: Sequence[Bucket], plan: Plan, flow_block_bytes: Sequenc
             every, lambda k: retained(k) * (ADAM_STATE_BYTES - (4 if fp32(k) and stays(k) else 0))
         ),
         "retained gradients": sums.over(every, lambda k: retained(k) * item(k)),
-        "fetched gradient bucket": largest_down if plan.accumulate_on == "cpu" else 0,
     }
     pinned = {
         "held gradients": sums.over(every, lambda k: on_cpu(k) * costs[k[0]].down_bytes),

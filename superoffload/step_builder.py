@@ -52,6 +52,8 @@ class StepBuilder:
         }
         self.alone: dict[tuple[Lane, int], float] = {}
         """Seconds of copies alone; those of a model are nearly all alike."""
+        self.downs: list[int] = []
+        """Copies of gradients down, of all micro-batches, in order."""
         self.held: dict[int, int] = {}
         """Copy after which a bucket's gradients of the micro-batches so far are on the host."""
         self.up: dict[int, int] = {}
@@ -244,30 +246,35 @@ class StepBuilder:
 
     def _accumulate(self, packed: dict[int, int]) -> None:
         """Send the gradients of a micro-batch that is not the last down to where they are held."""
-        downs: list[int] = []
         for k in range(self.first_retained):
-            self._send(k, packed, downs)
+            self.held[k] = self._send(k, packed)
         for k in range(self.first_retained, len(self.buckets)):
             self._scatter(k, packed)
-        self.held.update(enumerate(downs))
 
-    def _send(self, k: int, packed: dict[int, int], downs: list[int]) -> None:
-        """Add the copy of bucket `k`'s gradient to `downs`, those of the buckets before it in this micro-batch.
+    def _send(self, k: int, packed: dict[int, int]) -> int:
+        """Add the copy of bucket `k`'s gradient down, and return it.
 
-        One stream carries them: what earlier micro-batches left in a bucket comes up, is added to, and goes down before
-        the next bucket's turn. A slot of the ring is packed again once its last bucket has gone down.
+        A slot of the ring is written again once its last bucket has gone down: by the gradient, or, where earlier
+        micro-batches left something in the bucket, by that, ahead of the gradient, which is added to it.
         """
-        bucket = self.buckets[k]
+        bucket, chips = self.buckets[k], self.comms.chips
         size = self.costs[bucket.dtype, bucket.flow].down_bytes * self._share(bucket)
-        free = downs[-self.slots] if len(downs) >= self.slots else None
-        if free is not None and self.comms.chips == 1:
-            self.ops[packed[k]].deps.append(free)
-        complete = self._scatter(k, packed, free=free)
-        deps = [complete]
+        free = self.downs[-self.slots] if len(self.downs) >= self.slots else None
+        deps: list[int] = []
         if k in self.held:
-            before = [self.held[k], complete, *downs[-1:]]
-            deps.append(self._copy("link_up", "fetch", f"fetch of held bucket {k}", size, k, before))
-        downs.append(self._copy("link_down", "copy_down", f"copy down of bucket {k}", size, k, deps))
+            before = [self.held[k]] if free is None else [self.held[k], free]
+            fetch = self._copy("link_up", "fetch", f"fetch of held bucket {k}", size, k, before)
+            if chips == 1:  # what several chips have reduced is added to beside whatever is computed
+                added = self.ops[packed[k]]
+                added.deps.append(fetch)
+                added.seconds += DTYPE_BYTES[bucket.dtype] * bucket.params / self.hbm
+            else:
+                deps.append(fetch)
+        elif free is not None and chips == 1:
+            self.ops[packed[k]].deps.append(free)
+        deps.append(self._scatter(k, packed, free=free))
+        self.downs.append(self._copy("link_down", "copy_down", f"copy down of bucket {k}", size, k, deps))
+        return self.downs[-1]
 
     def _bucket_ends(self) -> dict[int, list[tuple[float, int]]]:
         """For each block, the shares of its backward at which buckets are complete: by the share of the block's
@@ -302,7 +309,6 @@ class StepBuilder:
             gpu_adam = self.add("gpu", "gpu_adam", name, moved / self.hbm)
         rate = hw.cpu.adam_at(plan.adam_threads) * GB
         cast_rate = hw.cpu.cast_gb_per_s * GB * min(1.0, rate / (max(hw.cpu.adam_gb_per_s) * GB))
-        downs: list[int] = []
         for k, bucket in enumerate(self.buckets):
             if k >= self.first_retained:
                 self.home[k] = [gpu_adam]
@@ -314,8 +320,7 @@ class StepBuilder:
                     self.home[k] = [down]
                 continue
             cost, params = self.costs[bucket.dtype, bucket.flow], self._share(bucket)
-            self._send(k, packed, downs)
-            down = downs[-1]
+            down = self._send(k, packed)
             ahead = plan.may_undo(k)  # a step of the others is not recorded and waits for the verdict
             adam_bytes = cost.adam_bytes + (cost.undo_bytes if ahead else 0)
             before = cost.cast_down_bytes * params / cast_rate
@@ -335,8 +340,8 @@ class StepBuilder:
                 up = self._copy("link_up", "copy_up", f"copy up of bucket {k}", size, k, [step])
                 self._cast_after(self.ops[up], cost.gpu_cast_bytes * params / self.hbm)
                 self.up[k] = self._gather(k, up)
-        if downs:  # the partial sums follow the last gradient down the same stream
-            self.ops[verdict].deps.append(downs[-1])
+        if self.first_retained:  # the partial sums follow the last gradient down the same stream
+            self.ops[verdict].deps.append(self.downs[-1])
         if self.comms.chips > 1:
             self.ops[verdict].deps += self.scattered[-1:]
             for bucket in reversed(retained):  # in the order in which the next forward needs them

@@ -18,7 +18,7 @@ from superoffload.kernels import norm_partials as norm_on_host
 from superoffload.kernels.cast_ptx import CAST_PTX
 from superoffload.layout import NORM_CHUNK
 
-Stream = Literal["compute", "down", "fetch"]
+Stream = Literal["compute", "down", "fetch", "held"]
 Chunk = tuple[int, int, int]
 """First element in the bucket, elements, index among the partial sums."""
 
@@ -32,6 +32,42 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     torch._foreach_copy_([target], [source], non_blocking=True)
 
 
+class NoStream:
+    """In a copy stream's place on the CPU, where all is done when the call returns."""
+
+    def use(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def waits_for_compute(self) -> None: ...
+
+    def waits(self, event: Any) -> None: ...
+
+    def record(self, event: Any) -> None: ...
+
+
+class CopyStream:
+    """A stream beside the one that computes."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+        self._fork = torch.cuda.Event()
+
+    def use(self) -> AbstractContextManager[Any]:
+        """What is enqueued inside goes to this stream."""
+        return torch.cuda.stream(self.stream)
+
+    def waits_for_compute(self) -> None:
+        """Wait for all that has been enqueued where the caller computes."""
+        self._fork.record(torch.cuda.current_stream(self.stream.device))
+        self.stream.wait_event(self._fork)
+
+    def waits(self, event: Any) -> None:
+        self.stream.wait_event(event)
+
+    def record(self, event: Any) -> None:
+        event.record(self.stream)
+
+
 class HostDevice:
     """The CPU in the GPU's place. Streams do not exist: work is done when the call returns."""
 
@@ -39,24 +75,9 @@ class HostDevice:
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.down = self.up = self.fetch = self.held = NoStream()
         self.cuda_api = native.CudaApi()
         self._norm_threads = available_cores()
-
-    def down_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def down_waits_for_compute(self) -> None: ...
-
-    def up_waits_for_compute(self) -> None: ...
-
-    def fetch_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def fetch_waits_for_compute(self) -> None: ...
-
-    def fetch_waits(self, event: Any) -> None: ...
-
-    def record_fetch(self, event: Any) -> None: ...
 
     def alias(self, host: torch.Tensor) -> torch.Tensor:
         """Host memory as the device's kernels see it: the same memory."""
@@ -78,8 +99,6 @@ class HostDevice:
         return 0
 
     def record(self, event: Any) -> None: ...
-
-    def record_down(self, event: Any) -> None: ...
 
     def compute_waits(self, event: Any) -> None: ...
 
@@ -127,9 +146,14 @@ class CudaDevice:
     def __init__(self, device: torch.device):
         self.device = device
         with torch.cuda.device(device):
-            self._down = torch.cuda.Stream(device)
-            self._up = torch.cuda.Stream(device)
-            self._fetch = torch.cuda.Stream(device)
+            self.down = CopyStream(device)
+            """Gradients to the host, with their partial sums and tickets."""
+            self.up = CopyStream(device)
+            """New weights to the device; the worker enqueues them."""
+            self.fetch = CopyStream(device)
+            """Weights of flow blocks to the device."""
+            self.held = CopyStream(device)
+            """Held gradients back to the device, to be added to."""
             self._fork = torch.cuda.Event()
             self.cuda_api = self._driver_api()
         self._anchor_event = torch.cuda.Event(enable_timing=True)
@@ -153,9 +177,9 @@ class CudaDevice:
         api.event_record = address("cuEventRecord")
         api.get_error_string = address("cuGetErrorString")
         api.context = int(context.value or 0)
-        api.upload_stream = int(self._up.cuda_stream)
+        api.upload_stream = int(self.up.stream.cuda_stream)
         api.stream_query = address("cuStreamQuery")
-        api.download_stream = int(self._down.cuda_stream)
+        api.download_stream = int(self.down.stream.cuda_stream)
         api.launch_kernel = address("cuLaunchKernel")
         module = ctypes.c_void_p()
         if code := driver.cuModuleLoadData(ctypes.byref(module), CAST_PTX.encode() + b"\0"):
@@ -171,31 +195,6 @@ class CudaDevice:
     def compute(self) -> torch.cuda.Stream:
         """The stream the caller computes on: in an autograd hook, the stream of that backward node."""
         return torch.cuda.current_stream(self.device)
-
-    def down_stream(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._down)
-
-    def down_waits_for_compute(self) -> None:
-        self._fork.record(self.compute)
-        self._down.wait_event(self._fork)
-
-    def up_waits_for_compute(self) -> None:
-        # Uploads overwrite weights that this step's backward still reads.
-        self._fork.record(self.compute)
-        self._up.wait_event(self._fork)
-
-    def fetch_stream(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._fetch)
-
-    def fetch_waits_for_compute(self) -> None:
-        self._fork.record(self.compute)
-        self._fetch.wait_event(self._fork)
-
-    def fetch_waits(self, event: Any) -> None:
-        self._fetch.wait_event(event)
-
-    def record_fetch(self, event: Any) -> None:
-        event.record(self._fetch)
 
     def alias(self, host: torch.Tensor) -> torch.Tensor:
         """Pinned host memory as a tensor of this device: kernels read and write it across the link, slowly but
@@ -222,7 +221,7 @@ class CudaDevice:
 
     def new_event(self, *, timed: bool = False) -> Any:
         event = torch.cuda.Event(enable_timing=timed)
-        event.record(self._up)  # torch creates the CUDA event at its first record; the worker needs its handle
+        event.record(self.up.stream)  # torch creates the CUDA event at its first record; the worker needs its handle
         return event
 
     def event_handle(self, event: Any) -> int:
@@ -230,9 +229,6 @@ class CudaDevice:
 
     def record(self, event: Any) -> None:
         event.record(self.compute)
-
-    def record_down(self, event: Any) -> None:
-        event.record(self._down)
 
     def compute_waits(self, event: Any) -> None:
         self.compute.wait_event(event)
@@ -256,7 +252,7 @@ class CudaDevice:
     def now(self, *, on: Stream = "compute") -> Any:
         """A mark on a stream: a timed event."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record({"down": self._down, "fetch": self._fetch}.get(on) or self.compute)
+        event.record(self.compute if on == "compute" else getattr(self, on).stream)
         return event
 
     def seconds(self, mark: Any) -> float:
@@ -267,7 +263,7 @@ class CudaDevice:
     def anchor(self) -> None:
         """Tie CUDA's event clock to the host's, at a moment when the device is idle."""
         torch.cuda.synchronize(self.device)
-        self._anchor_event.record(self._down)
+        self._anchor_event.record(self.down.stream)
         self._anchor_event.synchronize()
         self._anchor_host = time.perf_counter()
 
@@ -311,4 +307,4 @@ def with_index(device: torch.device) -> torch.device:
     return device
 
 
-__all__ = ["Chunk", "CudaDevice", "Device", "HostDevice", "copy", "device_for", "with_index"]
+__all__ = ["Chunk", "CopyStream", "CudaDevice", "Device", "HostDevice", "copy", "device_for", "with_index"]

@@ -195,15 +195,15 @@ class Flow:
             if self._weights.is_edited(p) and not self._speculation.has(p):
                 self._weights.adopt(p)
         device = self._device
-        device.fetch_waits_for_compute()
+        device.fetch.waits_for_compute()
         if any(state.retained for state in f.buckets):
-            device.fetch_waits(self._homed)
-        with device.fetch_stream(), profiled(f"fetch block {f.index}"):
+            device.fetch.waits(self._homed)
+        with device.fetch.use(), profiled(f"fetch block {f.index}"):
             start = self._recorder.mark(device, on="fetch")
             for target, home in f.copies:
                 target.copy_(home, non_blocking=True)
             end = self._recorder.mark(device, on="fetch")
-        device.record_fetch(f.slot.ready)
+        device.fetch.record(f.slot.ready)
         f.slot.occupant = f
         self._recorder.add("link_up", "fetch", start, end, block=f.index, nbytes=f.nbytes)
 

@@ -15,9 +15,10 @@ import torch
 
 from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
 from superoffload.engine.device import Device, copy
+from superoffload.engine.gradient_ring import GradientRing, Landing, Slot
 from superoffload.engine.recorder import Recorder, profiled
 from superoffload.engine.worker import WorkerFace
-from superoffload.layout import Segment, ring_slots
+from superoffload.layout import Segment
 
 SECOND_BACKWARD = (
     "a second backward ran before step(): its gradients were added to the ones already on the CPU, which is right but "
@@ -26,67 +27,23 @@ SECOND_BACKWARD = (
 )
 
 
-class _Landing:
-    """Where a bucket's gradient is gathered on the device, with its parts as views that are made once."""
-
-    def __init__(self, flat: torch.Tensor):
-        self.flat = flat
-        self._parts: dict[Segment, torch.Tensor] = {}
-
-    def part(self, p: ManagedParam, segment: Segment) -> torch.Tensor:
-        """Of one segment: in the shape of the parameter that it is the whole of, else flat."""
-        view = self._parts.get(segment)
-        if view is None:
-            view = self.flat[segment.start : segment.start + segment.numel]
-            if len(p.places) == 1:
-                view = view.view(p.param.shape)
-            self._parts[segment] = view
-        return view
-
-
-class _Slot:
-    """One landing buffer on the device, for one bucket after another."""
-
-    def __init__(self, nbytes: int, device: Device):
-        self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device.device)
-        self.sent = device.new_event()
-        self.used = False
-        self._landings: dict[int, _Landing] = {}
-
-    def landing(self, state: BucketState) -> _Landing:
-        found = self._landings.get(state.index)
-        if found is None:
-            dtype = state.grad.dtype
-            found = _Landing(self.buffer[: state.layout.numel * dtype.itemsize].view(dtype))
-            self._landings[state.index] = found
-        return found
-
-
 class GradientCollector:
     """Takes gradients of managed parameters until a step consumes them.
 
     Gradients of several backwards add up where the bucket's gradient is kept: a retained bucket's on the device, any
     other's on the host. There the sum is made on the device, in the parameter's dtype as torch accumulates: the held
-    bucket comes up the link, the new gradient is added and the sum goes down again, all on the download stream, beside
-    whatever is computed.
+    bucket comes up the link into a slot of the ring, ahead of the gradient, which is added to it where it would have
+    been copied; the sum goes down. Adding on a stream of its own would save the compute stream a third read, but let
+    that small kernel queue behind whole matrix multiplications.
     """
 
     def __init__(self, arenas: Arenas, device: Device, recorder: Recorder, worker: WorkerFace):
         self._arenas, self._device, self._recorder, self._worker = arenas, device, recorder, worker
         self._stream: Any = None
         self.partials = torch.zeros(arenas.partial_count, dtype=torch.float64, device=device.device)
-        self._slot_bytes = max((b.layout.numel * b.grad.dtype.itemsize for b in arenas.cpu_buckets), default=0)
-        slots = ring_slots([b.layout for b in arenas.cpu_buckets], at_once=arenas.plan.compile_blocks)
-        self._free = [_Slot(self._slot_bytes, device) for _ in range(slots if self._slot_bytes else 0)]
-        self._open: dict[int, _Slot] = {}
-        self._kept = {b.index: _Landing(b.grad) for b in arenas.buckets if b.retained}
+        self._kept = {b.index: Landing(b.grad) for b in arenas.buckets if b.retained}
         self._pending: dict[int, list[Segment]] = {}
-        self._adds: dict[int, list[Segment]] = {}
-        """Pending segments that have a held gradient to be added to."""
-        self._fetched: torch.Tensor | None = None
-        """Where a held bucket comes up to; only the download stream uses it."""
-        if arenas.plan.accumulate_on == "cpu" and self._slot_bytes:
-            self._fetched = torch.zeros(self._slot_bytes, dtype=torch.uint8, device=device.device)
+        self._ring = GradientRing(arenas, device, recorder, lambda index: self._pending.get(index, []))
         self.collected: set[int] = set()
         """Parameters whose gradient has been taken since the last step."""
         self._final: set[int] = set()
@@ -97,8 +54,6 @@ class GradientCollector:
         """Segments that were sent by a backward which was not the last, so that their partial sums are missing."""
         self._sent: set[int] = set()
         """Buckets that the last backward has sent, whole or in part."""
-        self.sums_on_download = False
-        """Whether partial sums of this step are made on the download stream."""
         self._warned = False
 
     def is_final(self, p: ManagedParam) -> bool:
@@ -155,6 +110,8 @@ class GradientCollector:
                     if final and index not in self._sent:
                         filled.append(state)
                     self._sent.add(index)
+                if not state.retained:
+                    self._ring.fetch_ahead(self._sent if last else set())
         return filled
 
     def finish(self) -> None:
@@ -170,55 +127,53 @@ class GradientCollector:
         self._live &= self.collected
         self._unsummed.clear()
         self._sent.clear()
+        self._ring.close_slots()
 
     def consumed(self) -> None:
         """A step has been submitted: the next gradient is another step's."""
         self.collected.clear()
         self._final.clear()
-        self.sums_on_download = False
+        self._ring.consumed()
 
     def discard(self) -> None:
         """Forget every gradient taken since the last step (`zero_grad` without `step`)."""
-        for slot in self._open.values():
-            self._free.append(slot)
-        for by_bucket in (self._open, self._pending, self._adds, self._unsummed):
-            by_bucket.clear()
+        self._ring.close_slots()
+        self._pending.clear()
+        self._unsummed.clear()
         self._sent.clear()
         self.consumed()
 
     def _land(self, state: BucketState, p: ManagedParam, segment: Segment, piece: torch.Tensor, again: bool) -> None:
         """Put one segment of `p`'s gradient where its bucket is gathered."""
-        landing = self._kept[state.index] if state.retained else self._landing(state)
-        target = landing.part(p, segment)
         pending = self._pending.setdefault(state.index, [])
         here = segment in pending
-        if again and (here or state.retained):
-            _add(target, piece, state.weights.dtype)
+        if state.retained:
+            landing = self._kept[state.index]
         else:
-            copy(target, piece)
-            if again:
-                self._adds.setdefault(state.index, []).append(segment)
+            slot = self._slot(state)
+            if not pending:
+                self._ring.begin(state)
+            if again and not here:
+                self._ring.complete(state, slot)
+            landing = slot.landing(state)
+        if again:
+            _add(landing.part(p, segment), piece, state.weights.dtype)
+        else:
+            copy(landing.part(p, segment), piece)
         if not here:
             pending.append(segment)
 
-    def _landing(self, state: BucketState) -> _Landing:
-        slot = self._open.get(state.index)
-        if slot is None:
-            if not self._free:  # gradients came in an unexpected order: send the bucket that has waited longest
-                longest = next(iter(self._open))
-                self._sent.add(longest)
-                self._flush(self._arenas.buckets[longest], last=True)
-            slot = self._free.pop(0)
-            if slot.used:
-                self._device.compute_waits(slot.sent)  # its last bucket must have left before it is overwritten
-            self._open[state.index] = slot
-        return slot.landing(state)
+    def _slot(self, state: BucketState) -> Slot:
+        while (slot := self._ring.slot(state)) is None:  # gradients come in an unexpected order
+            self._sent.add(self._ring.longest)
+            self._flush(self._arenas.buckets[self._ring.longest], last=True)
+        return slot
 
     def _flush(self, state: BucketState, *, last: bool) -> None:
         """Send a bucket's pending segments on their way, with their partial sums if these are the final gradients."""
         if not state.retained:
             self._worker.wait_bucket(state)  # may be interrupted by Ctrl-C: nothing has changed until here
-        segments, adds = self._pending.pop(state.index, []), self._adds.pop(state.index, [])
+        segments = self._pending.pop(state.index, [])
         whole = len(segments) == len(state.layout.segments)
         if last:
             left = [s for s in self._unsummed.pop(state.index, []) if s not in segments]
@@ -230,25 +185,9 @@ class GradientCollector:
             if last:
                 self._sum(state, state.grad, segments, whole)
             return
-        landed, slot = self._landing(state).flat, self._open.pop(state.index)
-        if last and not adds:
-            self._sum(state, landed, segments, whole)
-        self._device.down_waits_for_compute()
-        with self._device.down_stream():
-            if adds:
-                self._add_held(state, landed, adds)
-                if last:
-                    self._sum(state, landed, segments, whole)
-                    self.sums_on_download = True
-            start = self._recorder.mark(self._device, on="down")
-            for held, part in zip(_parts(state.grad, segments, whole), _parts(landed, segments, whole), strict=True):
-                copy(held, part)
-            end = self._recorder.mark(self._device, on="down")
-        self._device.record_down(slot.sent)
-        slot.used = True
-        self._free.append(slot)
-        nbytes = sum(s.numel for s in segments) * state.grad.element_size()
-        self._recorder.add("link_down", "copy_down", start, end, bucket=state.index, nbytes=nbytes)
+        if last:
+            self._sum(state, self._slot(state).landing(state).flat, segments, whole)
+        self._ring.send(state, segments)
 
     def _sum(self, state: BucketState, gradient: torch.Tensor, segments: list[Segment], whole: bool) -> None:
         """Partial sums of squares of some segments, on the current stream."""
@@ -257,42 +196,22 @@ class GradientCollector:
         self._device.norm_partials(gradient, table, self.partials)
         self._recorder.add("gpu", "norm", start, self._recorder.mark(self._device), bucket=state.index)
 
-    def _fetch(self, state: BucketState, segments: list[Segment]) -> torch.Tensor:
-        """Bring held gradients up, on the download stream: behind the copies that brought them down."""
-        if self._fetched is None:
-            self._fetched = torch.zeros(self._slot_bytes, dtype=torch.uint8, device=self._device.device)
-        held = self._fetched[: state.layout.numel * state.grad.element_size()].view(state.grad.dtype)
-        start = self._recorder.mark(self._device, on="down")
-        whole = len(segments) == len(state.layout.segments)
-        for up, part in zip(_parts(held, segments, whole), _parts(state.grad, segments, whole), strict=True):
-            copy(up, part)
-        nbytes = sum(s.numel for s in segments) * state.grad.element_size()
-        end = self._recorder.mark(self._device, on="down")
-        self._recorder.add("link_up", "fetch", start, end, bucket=state.index, nbytes=nbytes)
-        return held
-
-    def _add_held(self, state: BucketState, landed: torch.Tensor, segments: list[Segment]) -> None:
-        held, whole = self._fetch(state, segments), len(segments) == len(state.layout.segments)
-        for target, addend in zip(_parts(landed, segments, whole), _parts(held, segments, whole), strict=True):
-            _add(target, addend, state.weights.dtype)
-
     def _sum_again(self, state: BucketState, segments: list[Segment]) -> None:
+        """Partial sums of gradients that have been sent without."""
         if state.retained:
             self._sum(state, state.grad, segments, whole=False)
             return
-        self._device.down_waits_for_compute()
-        with self._device.down_stream():
-            self._sum(state, self._fetch(state, segments), segments, whole=False)
-        self.sums_on_download = True
+        slot = self._slot(state)
+        self._ring.complete(state, slot)
+        self._sum(state, slot.landing(state).flat, segments, whole=False)
+        self._ring.read(state, slot)
 
     def _take_back(self, p: ManagedParam) -> torch.Tensor:
         """A copy on the device, flat, of a gradient already taken; what has not been sent yet will not be."""
         for index, _ in p.places:
             if index in self._pending:
                 self._flush(self._arenas.buckets[index], last=False)
-        for slot in [*self._free, *self._open.values()]:
-            if slot.used:
-                self._device.host_waits(slot.sent)
+        self._ring.wait_until_sent()
         pieces: list[torch.Tensor] = []
         for index, s in p.places:
             held = self._arenas.buckets[index].grad[s.start : s.start + s.numel]
@@ -310,13 +229,7 @@ class GradientCollector:
     @property
     def device_bytes(self) -> int:
         """Bytes of the ring and the partial sums on the device."""
-        slots = sum(s.buffer.numel() for s in [*self._free, *self._open.values()])
-        return slots + self.partials.numel() * 8 + (0 if self._fetched is None else self._fetched.numel())
-
-
-def _parts(flat: torch.Tensor, segments: list[Segment], whole: bool) -> list[torch.Tensor]:
-    """Some segments of a bucket's tensor; all of them as one piece."""
-    return [flat] if whole else [flat[s.start : s.start + s.numel] for s in segments]
+        return self._ring.device_bytes + self.partials.numel() * 8
 
 
 def _add(target: torch.Tensor, addend: torch.Tensor, dtype: torch.dtype) -> None:

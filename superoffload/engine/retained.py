@@ -79,7 +79,7 @@ class RetainedUpdate:
                 self._send_home(b)
         self._device.record(self.done)
         if self._stages:
-            self._device.record_down(self.homed)
+            self._device.down.record(self.homed)
 
     def _send_home(self, b: BucketState) -> None:
         """Cast the master into the home of the weights, also after a skipped step: they are the same bits then."""
@@ -91,12 +91,12 @@ class RetainedUpdate:
         self._device.compute_waits(free)
         stage = memory[: b.weights.numel() * b.weights.element_size()].view(b.weights.dtype)
         stage.copy_(b.master)
-        self._device.down_waits_for_compute()
-        with self._device.down_stream():
+        self._device.down.waits_for_compute()
+        with self._device.down.use():
             start = self._recorder.mark(self._device, on="down")
             b.weights.copy_(stage, non_blocking=True)
             end = self._recorder.mark(self._device, on="down")
-        self._device.record_down(free)
+        self._device.down.record(free)
         self._recorder.add("link_down", "copy_down", start, end, bucket=b.index, nbytes=stage.nbytes)
 
     def _launch(self, b: BucketState, span: slice, h: Hyper, count: int, scale: float) -> None:

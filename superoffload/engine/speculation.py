@@ -49,7 +49,7 @@ class Speculation:
         self.open = True
         self._value += 1  # never twice the same, also when a step is forgotten
         if self._device.is_cuda:
-            with self._device.down_stream():  # after the last step's tickets, before this one's
+            with self._device.down.use():  # after the last step's tickets, before this one's
                 self._device_value.fill_(self._value)
 
     def arrive(self, state: BucketState) -> None:
@@ -65,7 +65,7 @@ class Speculation:
             return
         on_host, on_device = self._partials[state.index]
         ticket, address = self._tickets[state.index]
-        with self._device.down_stream():
+        with self._device.down.use():
             copy(on_host, on_device)
             copy(ticket, self._device_value)
         self._worker.arrive(state.index, address, self._value)

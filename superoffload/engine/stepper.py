@@ -115,7 +115,6 @@ class Engine:
         if self.device.is_cuda:
             self._host_partials = self.arenas.host.zeros(self.arenas.partial_count, torch.float64, pinned=True)
             self._device_ticket = torch.zeros(1, dtype=torch.int64, device=self.device.device)
-        self._summed = self.device.new_event()
         life.tensors += [self.steps, self._groups, *self._active, self._ticket, self._host_partials]
         self._arguments = weakref.WeakMethod(arguments)
         self._reads, self._read_buckets, self._readers = who_reads_what(self.blocks, self.params, self.arenas)
@@ -387,15 +386,12 @@ class Engine:
         counts: list[int] = (self.steps + active).tolist()
         self._ticket_value += 1  # never twice the same, also when a step fails before it is submitted
         if self.device.is_cuda:
-            self.device.down_waits_for_compute()
-            with self.device.down_stream():
+            self.device.down.waits_for_compute()
+            with self.device.down.use():
                 self._host_partials.copy_(self.collector.partials, non_blocking=True)
                 self._device_ticket.fill_(self._ticket_value)
                 self._ticket.copy_(self._device_ticket, non_blocking=True)
-            self.device.up_waits_for_compute()
-            if self.collector.sums_on_download:  # the verdict on the device reads them on the compute stream
-                self.device.record_down(self._summed)
-                self.device.compute_waits(self._summed)
+            self.device.up.waits_for_compute()  # uploads overwrite weights that this step's backward still reads
         step = self._describe(sequence, arguments)
         step.ticket = self._ticket.data_ptr() if self.device.is_cuda else 0
         step.ticket_value, step.active, step.order = self._ticket_value, active.data_ptr(), self._order

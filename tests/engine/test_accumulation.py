@@ -1,11 +1,16 @@
 """Gradients of several micro-batches, held on the GPU or on the CPU: the same bits, and torch's."""
 
+import contextlib
+import functools
+import random
 import warnings
+from collections import Counter
 
 import pytest
 import torch
 
 from superoffload.engine import OffloadAdamW
+from superoffload.layout import RING_SLOTS
 from tests.engine.common import batches, digest, llama, run_plan, train
 
 DATA = batches(12)
@@ -102,3 +107,46 @@ def test_memory_on_the_device_does_not_grow_with_what_is_held():
         before = opt.memory()
         train(model, opt, DATA[:8], accumulation=2, hint=False)
         assert opt.memory() == before
+
+
+def test_held_gradients_are_fetched_once_and_ahead_of_the_new_ones():
+    model = llama(torch.bfloat16)
+    with OffloadAdamW(
+        model, bucket_mb=0.05, retained_buckets=2, accumulate_on="cpu", gradient_accumulation_steps=3, record_trace=True
+    ) as opt:
+        sent = len(opt.engine.arenas.cpu_buckets)
+        assert sent > 2 * RING_SLOTS
+        train(model, opt, DATA, accumulation=3)
+        events = sorted(opt.trace().events, key=lambda e: e.start_s)
+    moved = [(e.kind == "fetch", e.bucket) for e in events if e.bucket >= 0 and e.kind in ("fetch", "copy_down")]
+    assert len(moved) == 5 * sent
+    assert Counter(moved) == {(up, b): 2 if up else 3 for up in (True, False) for b in range(sent)}, "each once"
+    for i, (up, bucket) in enumerate(moved):
+        if up and bucket >= RING_SLOTS:  # the others come before the micro-batch
+            between = moved[i : moved.index((False, bucket), i)]
+            assert sum(not up for up, _ in between) >= 2, "it comes while two buckets before it have yet to go down"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_gradients_in_an_unexpected_order(seed):
+    """What was fetched ahead makes room for what comes, and stays right where nothing comes."""
+    rng = random.Random(seed)
+    names = "abcdefghijkl"
+    steps = [[rng.sample(names, rng.randrange(1, 13)) for _ in range(rng.randrange(1, 5))] for _ in range(5)]
+
+    def run(where: str, **plan: object) -> str:
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({n: torch.nn.Linear(150, 150) for n in names}).to(torch.bfloat16)
+        x = torch.randn(8, 150, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+        with OffloadAdamW(model, max_grad_norm=0.1, accumulate_on=where, bucket_mb=0.05, **plan) as opt:
+            for micros in steps:
+                for i, used in enumerate(micros):
+                    with opt.no_sync() if i < len(micros) - 1 else contextlib.nullcontext():
+                        functools.reduce(lambda y, n: model[n](y), used, x).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+            return digest(model, opt)
+
+    reference = run("gpu", speculate="off")
+    for plan in ({}, {"retained_buckets": 4}, {"speculate": "on", "cast_down": "gpu"}):
+        assert run("cpu", **plan) == reference, plan

@@ -22,20 +22,19 @@ def hold_up_streams(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     show."""
 
     def hold_up() -> None:
-        from superoffload.engine.device import CudaDevice
+        from superoffload.engine.device import CopyStream
 
         g = torch.Generator().manual_seed(3)
 
-        def slow(method: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapped(self: Any, *args: Any) -> Any:
-                result = method(self, *args)
-                with torch.cuda.stream(getattr(self, "_" + method.__name__.split("_")[0])):
+        def slow(method: Callable[..., None]) -> Callable[..., None]:
+            def wrapped(self: CopyStream, *args: Any) -> None:
+                method(self, *args)
+                with self.use():
                     torch.cuda._sleep(int(torch.randint(0, 2_000_000, (1,), generator=g)))
-                return result
 
             return wrapped
 
-        for name in ("down_waits_for_compute", "up_waits_for_compute", "fetch_waits_for_compute"):
-            monkeypatch.setattr(CudaDevice, name, slow(getattr(CudaDevice, name)))
+        for name in ("waits_for_compute", "waits"):
+            monkeypatch.setattr(CopyStream, name, slow(getattr(CopyStream, name)))
 
     return hold_up
