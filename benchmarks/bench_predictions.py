@@ -7,6 +7,8 @@ Each shape runs in a process of its own: it is profiled once for each size of a 
 grid is simulated and run by the same function that the Tuner's Measure panel calls (two steps of warm-up, median of the
 others). The planner's own plan is one of the rows, so that the best of the grid can be told from it. Nothing is fitted;
 with --calibrate each shape's profile is also corrected by its first row, and the other rows are predicted again.
+Results are written after each row; with --profiles the profiles are kept too, so that later models can be held against
+these measurements.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ from superoffload.planner import make_plan
 from superoffload.profiler import Profile
 from superoffload.profiling import profile as profile_model
 from superoffload.simulator import simulate
+from superoffload.tracing import LANES
 
 
 def _llama(name: str, hidden: int, layers: int, mlp: int, heads: int, kv_heads: int, vocab: int) -> ModelSpec:
@@ -61,7 +65,7 @@ GRIDS: dict[str, list[dict[str, Any]]] = {
         {"activations": "selective", "retained": 0.5, "speculate": "on"},
         {"activations": "offload_inputs", "retained": 0.25, "speculate": "on"},
         {"activations": "full", "retained": 0.25, "speculate": "on", "flow": 8},
-        {"activations": "full", "retained": 0.25, "speculate": "on", "accumulation": 4},
+        {"activations": "full", "retained": 0.25, "speculate": "on", "accumulation": 4, "accumulate_on": "cpu"},
         {},
     ],
     "cpu": [
@@ -82,10 +86,9 @@ SIZES = {
 BUCKET_MB = {"cuda": 64.0, "cpu": 2.0}
 
 
-def run_shape(args: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
+def run_shape(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
     cuda = args.device == "cuda"
     hw = Hardware.load(args.hardware) if args.hardware else probe()
-    rows: list[dict[str, Any]] = []
     torch.manual_seed(0)
     with torch.device(args.device):
         model = build(SHAPES[shape], 2048, empty=False)
@@ -96,14 +99,14 @@ def run_shape(args: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
         begin = time.perf_counter()
         profile = profile_model(model, ids, hardware=hw, name=shape)
         print(f"{shape}: profiled in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+        if args.profiles:
+            profile.save(Path(args.profiles) / f"profile_{shape}_{micro_batch}x{seq_len}.json")
         corrected: Profile | None = None
         for fields in GRIDS[args.device]:
             row, trace = _row(args, model, ids, profile, corrected, fields)
-            rows.append({"shape": shape, "micro_batch_tokens": micro_batch * seq_len, **row})
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            yield {"shape": shape, "micro_batch_tokens": micro_batch * seq_len, **row}
             if trace is not None and args.calibrate and corrected is None:
                 corrected = calibrate(profile, trace).profile
-    return rows
 
 
 def _row(
@@ -135,6 +138,8 @@ def _row(
         "predicted_s": round(predicted.step_s, 5), "measured_s": round(trace.step_s, 5),
         "off": round(predicted.step_s / trace.step_s - 1, 4), "took_s": round(time.perf_counter() - begin, 1),
     }  # fmt: skip
+    row["busy_s"] = {lane: [round(t.busy_s(lane, t.step_s), 5) for t in (trace, predicted)] for lane in LANES[:4]}
+    row["stalls"] = [s.cause for s in sorted(trace.stalls, key=lambda s: -s.duration_s)[:3]]
     if corrected is not None:
         row["calibrated_off"] = round(simulate(corrected, plan).step_s / trace.step_s - 1, 4)
     if args.device == "cuda":
@@ -178,6 +183,21 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _child(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
+    """The rows of a shape, as a process of its own finds them."""
+    command = [sys.executable, __file__, "--child", "--shapes", shape, "--device", args.device,
+               "--hardware", args.hardware, "--steps", str(args.steps), "--profiles", args.profiles]  # fmt: skip
+    command += ["--calibrate"] if args.calibrate else []
+    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("ROW "):
+                yield json.loads(line[4:])
+    if process.returncode:
+        yield {"shape": shape, "micro_batch_tokens": 0, "fields": {}, "failed": f"exit {process.returncode}"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="1b,3b,8b", help=f"list of {', '.join(SHAPES)}")
@@ -185,27 +205,25 @@ def main() -> None:
     parser.add_argument("--hardware", default="", help="a file of superoffload probe; omitted: this machine is probed")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--calibrate", action="store_true", help="also predict from a profile that row 1 has corrected")
+    parser.add_argument("--profiles", default="", help="folder for the profiles")
     parser.add_argument("--out", default="")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print("RESULT " + json.dumps(run_shape(args, args.shapes)), flush=True)
+        for row in run_shape(args, args.shapes):
+            print("ROW " + json.dumps(row), flush=True)
         os._exit(0)  # giving tens of gigabytes back page by page is nobody's wish
     rows: list[dict[str, Any]] = []
     for shape in args.shapes.split(","):
-        command = [sys.executable, __file__, "--child", "--shapes", shape, "--device", args.device,
-                   "--hardware", args.hardware, "--steps", str(args.steps)]  # fmt: skip
-        command += ["--calibrate"] if args.calibrate else []
-        env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=env)
-        line = next((r for r in done.stdout.splitlines() if r.startswith("RESULT ")), None)
-        nothing = {"shape": shape, "micro_batch_tokens": 0, "fields": {}, "failed": f"exit {done.returncode}"}
-        rows += json.loads(line[7:]) if line else [nothing]
-        facts = {"what": "predictions", "date": datetime.date.today().isoformat(), "status": "measured and modelled",
-                 "machine": machine(args.device), "arguments": {k: v for k, v in vars(args).items() if k != "out"},
-                 "summary": summary(rows), "rows": rows}  # fmt: skip
-        if args.out:
-            Path(args.out).write_text(json.dumps(facts, indent=1) + "\n")
+        for row in _child(args, shape):
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            facts = {"what": "predictions", "date": datetime.date.today().isoformat(),
+                     "status": "measured and modelled", "machine": machine(args.device),
+                     "arguments": {k: v for k, v in vars(args).items() if k != "out"}, "summary": summary(rows),
+                     "rows": rows}  # fmt: skip
+            if args.out:
+                Path(args.out).write_text(json.dumps(facts, indent=1) + "\n")
     print(table(rows))
     print(json.dumps(summary(rows)))
 
