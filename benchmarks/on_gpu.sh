@@ -49,13 +49,13 @@ for what in "$@"; do
     busy) # beside a thread that never lets go of Python's lock; at Python's own 5 ms a step takes 18 s and more
       engine=engine:50:speculate=on:loss=0.05
       python3 benchmarks/bench_step.py --size 3b-4-layers --tokens 8192 --steps 4 --warmup 2 --mode-timeout 120 \
-        --modes "limit,$engine,limit:busy=1:interval_ms=0.1,$engine:busy=1:trace=0,$engine:busy=1,limit:busy=1:interval_ms=0.02,$engine:busy=1:trace=0:interval_ms=0.02" \
+        --modes "limit,$engine,limit:busy=1:interval_ms=0.02,$engine:busy=1:trace=0,$engine:busy=1" \
         --trace "$out/traces" --out "$out/step_busy.json"
       python3 benchmarks/bench_step.py --tokens 8192 --steps 4 --warmup 2 --mode-timeout 120 \
-        --modes "limit,$engine,limit:busy=1:interval_ms=0.1,$engine:busy=1:trace=0" --out "$out/step_busy_26_layers.json"
+        --modes "limit,$engine,limit:busy=1:interval_ms=0.02,$engine:busy=1:trace=0" --out "$out/step_busy_26_layers.json"
       engine=engine:10:speculate=on:loss=0.05
       python3 benchmarks/bench_step.py --tokens 32768 --steps 4 --warmup 2 --mode-timeout 120 \
-        --modes "limit,limit:busy=1:interval_ms=0.1,$engine:busy=1:trace=0" --out "$out/step_busy_32k.json" ;;
+        --modes "limit,limit:busy=1:interval_ms=0.02,$engine:busy=1:trace=0" --out "$out/step_busy_32k.json" ;;
     probe) python3 -m superoffload probe --refresh --out "$out/probe.json" ;;
     *) echo "unknown: $what" >&2; exit 2 ;;
   esac

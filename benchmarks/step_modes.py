@@ -69,7 +69,7 @@ def build_mode(args: argparse.Namespace, x: torch.Tensor) -> Mode:
     """Read `NAME[:SHARE][:field=value ...]`.
 
     Fields of every mode: `busy=1` runs a Python loop in another thread; `interval_ms=F` sets Python's switch interval,
-    which is 5 ms, and 0.1 ms while the engine is open. Of `limit` besides: `compile=1` compiles each
+    which is 5 ms, and 0.02 ms while the engine is open. Of `limit` besides: `compile=1` compiles each
     layer with `layer.compile()`, as one would by hand; `recompute=none` or `full` overrides --recompute. Of engine
     modes besides: plan fields by name (`compile_blocks=true:activations=none`; `activations` overrides --recompute),
     `loss=F` multiplies the loss (gradients shrink with it; Adam does not care), `clip_every=K` makes every K-th step

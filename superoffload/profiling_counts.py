@@ -99,13 +99,32 @@ class Marks:
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Scores and weighted sum of every query with every key: q [batch, heads, queries, dim], v [.., keys, dim]."""
+    """Scores and weighted sum of every query with every key: q [batch, heads, queries, dim], v [.., keys, dim]. Key
+    and value may have fewer heads than the query."""
     batch, heads, queries, width = q
     return int(2 * batch * heads * queries * k[-2] * (width + v[-1]))
 
 
-MORE_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
-"""What FlopCounterMode does not know: attention on a CPU."""
+def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """The scores again, and the gradients of weights, scores, query, key and value: five products, three of them of
+    the query's width and two of the value's."""
+    batch, heads, queries, width = q
+    return int(2 * batch * heads * queries * k[-2] * (3 * width + 2 * v[-1]))
+
+
+_ATEN = torch.ops.aten
+MORE_FLOPS = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    _ATEN._scaled_dot_product_flash_attention: _attention_flops,
+    _ATEN._scaled_dot_product_flash_attention_backward: _attention_backward_flops,
+    _ATEN._scaled_dot_product_efficient_attention: _attention_flops,
+    _ATEN._scaled_dot_product_efficient_attention_backward: _attention_backward_flops,
+    _ATEN._scaled_dot_product_cudnn_attention: _attention_flops,
+    _ATEN._scaled_dot_product_cudnn_attention_backward: _attention_backward_flops,
+}
+"""Attention for FlopCounterMode, which knows none on a CPU, and before torch 2.12 only that of as many key as query
+heads."""
 
 
 class Counter(Marks):

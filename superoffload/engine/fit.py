@@ -7,6 +7,7 @@ middle. What activations will need is not known here: `superoffload plan` knows.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -72,17 +73,24 @@ def check_fit(
             flow[p.block] += p.numel * p.param.element_size()
     # Weights that lie there already go as their copies in the arenas come.
     there = sum(p.numel * p.param.element_size() for p in params if p.param.device == device)
-    host = free_host_bytes()
-    room = {
-        "gpu": free_device_bytes(device) + there + (freed.total("gpu") if freed else 0) if cuda else 0,
-        "host": 0 if host is None else host + (freed.total("host") if freed else 0) + (0 if cuda else there),
-    }
+
+    def free() -> dict[str, int]:
+        host = free_host_bytes()
+        return {
+            "gpu": free_device_bytes(device) + there + (freed.total("gpu") if freed else 0) if cuda else 0,
+            "host": 0 if host is None else host + (freed.total("host") if freed else 0) + (0 if cuda else there),
+        }
 
     def account(plan: Plan) -> Ledger:
         items = ledger_items(state_items(layouts, plan, list(flow.values())), one_memory=not cuda)
         return Ledger(items=items, gpu_capacity_bytes=room["gpu"], host_capacity_bytes=room["host"])
 
+    room = free()
     asked = account(plan)
+    if not asked.fits:  # what is garbage may be much: a model and its optimizer held by an error's traceback
+        gc.collect()
+        room = free()
+        asked = account(plan)
     if asked.fits:
         return
     parts = []

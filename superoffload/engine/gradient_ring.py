@@ -3,7 +3,7 @@ up into them to be added to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class GradientRing:
     """Slots for the buckets whose gradients the host keeps, and what of them has been sent since the last step.
 
     Args:
-        pending: gives the segments of a bucket that lie in its slot and have not been sent.
+        pending: by bucket, the segments that lie in its slot and have not been sent; the caller keeps it up to date.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class GradientRing:
         arenas: Arenas,
         device: Device,
         recorder: Recorder,
-        pending: Callable[[int], list[Segment]],
+        pending: Mapping[int, list[Segment]],
     ):
         self._arenas, self._device, self._recorder, self._pending = arenas, device, recorder, pending
         nbytes = max((b.layout.numel * b.grad.dtype.itemsize for b in arenas.cpu_buckets), default=0)
@@ -111,7 +111,7 @@ class GradientRing:
     def _evict(self) -> bool:
         """Free a slot when gradients come in an unexpected order: of those fetched ahead, the one needed last."""
         for index in reversed(self._open):
-            if not self._pending(index):
+            if not self._pending.get(index):
                 self._release(self._open.pop(index))
                 return True
         return False
@@ -181,7 +181,7 @@ class GradientRing:
 
     def _held(self, state: BucketState) -> list[Segment]:
         """Segments of a bucket whose gradients of earlier backwards are on the host, and nowhere else."""
-        sent, pending = self._on_host.get(state.index, ()), self._pending(state.index)
+        sent, pending = self._on_host.get(state.index, ()), self._pending.get(state.index, ())
         return [s for s in state.layout.segments if s in sent and s not in pending]
 
     def _fetch(self, state: BucketState, slot: Slot) -> None:

@@ -43,7 +43,7 @@ class GradientCollector:
         self.partials = torch.zeros(arenas.partial_count, dtype=torch.float64, device=device.device)
         self._kept = {b.index: Landing(b.grad) for b in arenas.buckets if b.retained}
         self._pending: dict[int, list[Segment]] = {}
-        self._ring = GradientRing(arenas, device, recorder, lambda index: self._pending.get(index, []))
+        self._ring = GradientRing(arenas, device, recorder, self._pending)
         self.collected: set[int] = set()
         """Parameters whose gradient has been taken since the last step."""
         self._final: set[int] = set()

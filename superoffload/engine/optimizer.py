@@ -79,7 +79,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     Weights of flow blocks that a `state_dict()` of the model refers to lie in this optimizer's memory: copy what is to
     be used after `close()`.
 
-    While it is open Python's switch interval is 0.1 ms instead of 5, for the whole process: another thread that runs
+    While it is open Python's switch interval is 0.02 ms instead of 5, for the whole process: another thread that runs
     Python would else hold up every operation that is launched (engine/switch_interval.py). One that somebody has set
     shorter, or sets meanwhile, stays.
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -274,6 +275,28 @@ def test_a_dropped_optimizer_goes_away():
     assert _native_threads() == before
     model(input_ids=DATA[0], labels=DATA[0]).loss.backward()  # its hooks do nothing
     assert next(model.parameters()).grad is not None
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{}, {"speculate": "on", "accumulate_on": "cpu"}, {"flow_blocks": (0, 1)}, {"activations": "offload_inputs"}],
+    ids=lambda plan: ", ".join(plan) or "plain",
+)
+def test_a_closed_optimizer_gives_its_memory_back_at_once(plan):
+    """Not when Python next looks for cycles: the next optimizer may need the same gigabytes."""
+    train(model := llama(torch.bfloat16), make(model, **plan), DATA[:1])  # what is made once by the first of its kind
+    del model
+    gc.collect()
+    gc.disable()
+    try:
+        model = llama(torch.bfloat16)
+        with make(model, record_trace=True, **plan) as opt:
+            train(model, opt, DATA[:3])
+            opt.trace()
+            arenas, held = weakref.ref(opt.engine.arenas), weakref.ref(opt.engine.arenas.buckets[0].master)
+        assert opt._engine is None and arenas() is None and held() is None
+    finally:
+        gc.enable()
 
 
 def test_a_copy_of_the_model_is_free_of_hooks():

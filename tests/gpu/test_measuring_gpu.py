@@ -20,7 +20,7 @@ H200 = hardware.preset("h200-pcie5")
 def model(layers: int = 4) -> Any:
     config = transformers.LlamaConfig(
         hidden_size=2048, intermediate_size=5632, num_hidden_layers=layers, num_attention_heads=16,
-        num_key_value_heads=16, vocab_size=32000, use_cache=False,
+        num_key_value_heads=4, vocab_size=32000, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda"):

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from torch import nn  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from superoffload import hardware, profiler  # noqa: E402
 from superoffload import model as shapes  # noqa: E402
@@ -20,6 +21,7 @@ from superoffload.errors import DoesNotFit, InputError  # noqa: E402
 from superoffload.model_source import fingerprint  # noqa: E402
 from superoffload.profiler import Profile  # noqa: E402
 from superoffload.profiling import profile  # noqa: E402
+from superoffload.profiling_counts import MORE_FLOPS  # noqa: E402
 from tests.engine.common import checkpointed  # noqa: E402
 
 LAPTOP = hardware.preset("laptop")
@@ -269,6 +271,22 @@ def test_an_attached_optimizer_trains_on_as_if_nothing_had_been_measured() -> No
             optimizer.synchronize()
             weights.append({n: bits(p) for n, p in model.named_parameters()})
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_attention_with_fewer_key_heads_is_counted(kernel: str) -> None:
+    """As attention with as many, whichever kernel torch takes on a GPU."""
+    b, heads, few, queries, keys, width = 2, 8, 2, 64, 96, 16
+    q = torch.empty(b, heads, queries, width, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(b, few, keys, width, device="meta", dtype=torch.bfloat16)
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+    more: tuple[Any, ...] = {"flash": (), "efficient": (None, False), "cudnn": (None, False)}[kernel]
+    with FlopCounterMode(display=False, custom_mapping=MORE_FLOPS) as flops:
+        op(q, k, k, *more)
+    product = 2 * b * heads * queries * keys * width
+    assert flops.get_total_flops() == 2 * product
+    backward = MORE_FLOPS[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward")]
+    assert backward(q.shape, q.shape, k.shape, k.shape) == 5 * product
 
 
 def test_llama_profile_agrees_with_what_can_be_counted_by_hand() -> None:
