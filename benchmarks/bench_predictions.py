@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import statistics
@@ -122,9 +123,11 @@ def _row(
         knobs["bucket_mb"] = BUCKET_MB[args.device]
         knobs["retained_buckets"] = round(share * len(buckets_of(profile, knobs["bucket_mb"])))
     row: dict[str, Any] = {"fields": fields}
+    gc.collect()
     if args.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        row["gpu_gb_before"] = round(torch.cuda.memory_allocated() / 1e9, 3)  # the model, if nothing is left behind
     try:
         plan = make_plan(profile, **knobs)
         predicted, account = simulate(profile, plan), ledger(profile, plan)
