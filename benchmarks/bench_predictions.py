@@ -7,8 +7,10 @@ Each shape runs in a process of its own: it is profiled once for each size of a 
 grid is simulated and run by the same function that the Tuner's Measure panel calls (two steps of warm-up, median of the
 others). The planner's own plan is one of the rows, so that the best of the grid can be told from it. Nothing is fitted;
 with --calibrate each shape's profile is also corrected by its first row, and the other rows are predicted again.
-Results are written after each row; with --profiles the profiles are kept too, so that later models can be held against
-these measurements.
+Results are written after each row. With --profiles the profiles are kept too, so that a later model, or another probe,
+can be held against these measurements:
+
+    python benchmarks/bench_predictions.py --replay predictions.json --profiles FOLDER [--hardware probe.json]
 """
 
 from __future__ import annotations
@@ -85,6 +87,8 @@ SIZES = {
 }
 """Shape -> (micro-batch, sequence) of its profiles."""
 BUCKET_MB = {"cuda": 64.0, "cpu": 2.0}
+NOTED = ("bucket_mb", "retained_buckets", "activations", "speculate", "master", "cast_down", "cast_up", "accumulation",
+         "adam_threads")  # fmt: skip
 
 
 def run_shape(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
@@ -110,6 +114,39 @@ def run_shape(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
                 corrected = calibrate(profile, trace).profile
 
 
+def replay(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Recorded rows, predicted again by the present model; `--hardware` takes the processor and memory of a probe."""
+    rows: list[dict[str, Any]] = []
+    for row in json.loads(Path(args.replay).read_text())["rows"]:
+        if "off" in row:
+            shape, tokens = row["shape"], row["micro_batch_tokens"]
+            micro_batch, seq_len = next(s for s in SIZES["cuda"][shape] if s[0] * s[1] == tokens)
+            profile = Profile.load(Path(args.profiles) / f"profile_{shape}_{micro_batch}x{seq_len}.json")
+            plan = make_plan(
+                profile, **_knobs(profile, row["fields"], "cuda", adam_threads=row["plan"]["adam_threads"])
+            )
+            if args.hardware:
+                cpu = Hardware.load(args.hardware).cpu
+                profile = profile.replace(hardware=profile.hardware.replace(cpu=cpu))
+            predicted = simulate(profile, plan)
+            busy = {lane: [row["busy_s"][lane][0], round(predicted.busy_s(lane, predicted.step_s), 5)]
+                    for lane in row["busy_s"]}  # fmt: skip
+            row |= {"predicted_s": round(predicted.step_s, 5), "busy_s": busy,
+                    "off": round(predicted.step_s / row["measured_s"] - 1, 4)}  # fmt: skip
+            row.pop("calibrated_off", None)
+        rows.append(row)
+    return rows
+
+
+def _knobs(profile: Profile, fields: dict[str, Any], device: str, **more: Any) -> dict[str, Any]:
+    """Plan fields of a row of the grid."""
+    knobs = {**fields, **more}
+    if (share := knobs.pop("retained", None)) is not None:
+        knobs["bucket_mb"] = BUCKET_MB[device]
+        knobs["retained_buckets"] = round(share * len(buckets_of(profile, knobs["bucket_mb"])))
+    return knobs
+
+
 def _row(
     args: argparse.Namespace,
     model: torch.nn.Module,
@@ -118,10 +155,6 @@ def _row(
     corrected: Profile | None,
     fields: dict[str, Any],
 ) -> tuple[dict[str, Any], Any]:
-    knobs = dict(fields)
-    if (share := knobs.pop("retained", None)) is not None:
-        knobs["bucket_mb"] = BUCKET_MB[args.device]
-        knobs["retained_buckets"] = round(share * len(buckets_of(profile, knobs["bucket_mb"])))
     row: dict[str, Any] = {"fields": fields}
     gc.collect()
     if args.device == "cuda":
@@ -129,15 +162,14 @@ def _row(
         torch.cuda.reset_peak_memory_stats()
         row["gpu_gb_before"] = round(torch.cuda.memory_allocated() / 1e9, 3)  # the model, if nothing is left behind
     try:
-        plan = make_plan(profile, **knobs)
+        plan = make_plan(profile, **_knobs(profile, fields, args.device))
         predicted, account = simulate(profile, plan), ledger(profile, plan)
         begin = time.perf_counter()
         trace = measure_steps(model, ids, profile, plan, steps=args.steps)
     except (SuperOffloadError, torch.OutOfMemoryError) as error:
         return {**row, "failed": str(error)}, None
     row |= {
-        "plan": {k: getattr(plan, k) for k in ("bucket_mb", "retained_buckets", "activations", "speculate", "master",
-                                               "accumulation", "adam_threads")} | {"flow": len(plan.flow_blocks)},
+        "plan": {k: getattr(plan, k) for k in NOTED} | {"flow": len(plan.flow_blocks)},
         "predicted_s": round(predicted.step_s, 5), "measured_s": round(trace.step_s, 5),
         "off": round(predicted.step_s / trace.step_s - 1, 4), "took_s": round(time.perf_counter() - begin, 1),
     }  # fmt: skip
@@ -209,6 +241,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--calibrate", action="store_true", help="also predict from a profile that row 1 has corrected")
     parser.add_argument("--profiles", default="", help="folder for the profiles")
+    parser.add_argument("--replay", default="", help="a file of results to predict again; nothing is run")
     parser.add_argument("--out", default="")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -216,8 +249,8 @@ def main() -> None:
         for row in run_shape(args, args.shapes):
             print("ROW " + json.dumps(row), flush=True)
         os._exit(0)  # giving tens of gigabytes back page by page is nobody's wish
-    rows: list[dict[str, Any]] = []
-    for shape in args.shapes.split(","):
+    rows: list[dict[str, Any]] = replay(args) if args.replay else []
+    for shape in [] if args.replay else args.shapes.split(","):
         for row in _child(args, shape):
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ from superoffload.planner_room import Room
 from superoffload.planner_speculation import SpeculationChoice
 from superoffload.profile_scaling import rescale, retarget
 from superoffload.profiler import Profile
+from superoffload.topology import callers_cores
 from superoffload.units import FP32_BYTES, GB, MIB, format_bytes, format_seconds
 
 MIN_BUCKETS = 16
@@ -290,11 +291,11 @@ class _Chooser:
     def _threads(self) -> int:
         cpu = self.hw.cpu
         best = max(cpu.adam_gb_per_s)
-        most = min(max(cpu.adam_threads), cpu.cores)
+        most = max(1, min(max(cpu.adam_threads), cpu.cores - callers_cores(cpu.cores)))
         threads = next((t for t in range(1, most + 1) if cpu.adam_at(t) >= 0.97 * best), most)
         self.reasons["adam_threads"] = (
             f"{threads} of {cpu.cores} cores: Adam draws {cpu.adam_at(threads):.0f} GB/s with them and "
-            f"{best:.0f} GB/s at best; the others stay with PyTorch"
+            f"{best:.0f} GB/s at best; the others stay with PyTorch, which launches from them"
         )
         return threads
 

@@ -18,7 +18,10 @@ from superoffload.units import ADAM_STREAM_BYTES, GB, MB
 
 LINK_SIZES_MB = (1, 4, 16, 64, 256)
 ADAM_PARAMS = 1 << 26
-"""Parameters of the Adam measurement: 1.07 GB of state and gradient, beyond the caches of large servers too."""
+"""Parameters of the Adam measurement where memory is scarce: 1.07 GB of state and gradient."""
+LARGE_MEMORY_BYTES = 64e9
+"""Host memory from which on four times as much is read and written: a server's last cache of 0.26 GB would else serve a
+part of it again and again, which a training's 16 bytes for each parameter are too many for."""
 
 Progress = Callable[[str], None]
 
@@ -107,7 +110,12 @@ def _enqueue(
                     target.copy_(source, non_blocking=True)
 
 
-def measure_contention(device: torch.device, threads: int, adam_alone: float) -> tuple[float, float]:
+def scale_for(memory_bytes: float) -> int:
+    """How many times the small measurements' memory is used on a machine with so much."""
+    return 4 if memory_bytes >= LARGE_MEMORY_BYTES else 1
+
+
+def measure_contention(device: torch.device, threads: int, adam_alone: float, scale: int = 1) -> tuple[float, float]:
     """DRAM cap in GB/s and what a downloaded byte costs of it, from Adam on all threads beside copies.
 
     Uploads only read memory: Adam beside them shows the cap. Beside downloads the same cap is shared with writes; where
@@ -115,10 +123,10 @@ def measure_contention(device: torch.device, threads: int, adam_alone: float) ->
     """
     if device.type != "cuda":
         return adam_alone, 1.0
-    n = int(LINK_SIZES_MB[-1] * MB)
+    n = int(scale * LINK_SIZES_MB[-1] * MB)
     host, _ = _host_buffers(n, device)
     near = [torch.zeros(n, dtype=torch.uint8, device=device) for _ in range(2)]
-    state = [torch.zeros(ADAM_PARAMS) for _ in range(4)]
+    state = [torch.zeros(scale * ADAM_PARAMS) for _ in range(4)]
     run_adam(state, threads)
     streams = _streams(device)
     rates: dict[str, tuple[float, float]] = {}
@@ -140,7 +148,8 @@ def _adam_beside(
     ways: str,
 ) -> tuple[float, float]:
     """GB/s of Adam and of the copies while both run for about a third of a second."""
-    n, repeat = host[0].numel(), 60
+    n = host[0].numel()
+    repeat = int(60 * LINK_SIZES_MB[-1] * MB) // n
     copied, ended = threading.Event(), [0.0]
     torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -160,7 +169,7 @@ def _adam_beside(
     adam_seconds = time.perf_counter() - start
     waiter.join()
     moved = n * repeat * (2 if ways == "both" else 1)
-    return steps * ADAM_PARAMS * ADAM_STREAM_BYTES / adam_seconds / GB, moved / (ended[0] - start) / GB
+    return steps * state[0].numel() * ADAM_STREAM_BYTES / adam_seconds / GB, moved / (ended[0] - start) / GB
 
 
 def run_adam(state: list[torch.Tensor], threads: int) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SYS = Path("/sys")
+LARGE_NODE = 8
+"""Cores from which on two are left to the caller instead of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,4 +124,9 @@ def _read(path: Path) -> str:
         return ""
 
 
-__all__ = ["Node", "Topology", "format_cpu_list", "parse_cpu_list", "pci_node", "read_topology"]
+def callers_cores(cores: int) -> int:
+    """How many of `cores` are left to the caller: PyTorch's launching thread and autograd's need theirs."""
+    return 0 if cores < 2 else 2 if cores >= LARGE_NODE else 1
+
+
+__all__ = ["Node", "Topology", "callers_cores", "format_cpu_list", "parse_cpu_list", "pci_node", "read_topology"]

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from superoffload.engine.placement import Placement, callers_cores, place
+from superoffload.engine.placement import Placement, place
 from superoffload.errors import InputError, NotSupported, did_you_mean
 from superoffload.kernels import available_cores, capabilities
 from superoffload.plan import Plan, check_compile, check_master
+from superoffload.topology import callers_cores
 
 
 class Hyper(NamedTuple):

@@ -1,7 +1,7 @@
 """Arenas and buckets: where every parameter, gradient and moment of a running engine lies.
 
-The device weights of one dtype lie in one arena, bucket after bucket, and each parameter's `.data` is a view of it, so
-that a bucket's new weights are one transfer; weights of flow blocks have such an arena on the host (flow.py). Host
+The device weights of one dtype lie in a few arenas, bucket after bucket, and each parameter's `.data` is a view of one,
+so that a bucket's new weights are one transfer; weights of flow blocks have one arena on the host (flow.py). Host
 arenas hold master weights, moments, held gradients and 16-bit copies of the CPU buckets; retained buckets have theirs
 on the device.
 """
@@ -27,6 +27,8 @@ from superoffload.layout import NORM_CHUNK, Bucket, Segment, TensorRef, cut_buck
 from superoffload.memory import state_items
 from superoffload.plan import Plan
 
+ARENA_BYTES = 1 << 28
+"""Of device weights, from which on another arena is begun."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -261,16 +263,32 @@ class Arenas:
         weights: dict[int, torch.Tensor] = {}
         for dtype, flow in dict.fromkeys((b.dtype, b.flow) for b in layouts):
             mine = [b for b in layouts if (b.dtype, b.flow) == (dtype, flow)]
-            size = sum(b.numel for b in mine)
-            if flow:
-                arena = self.host.zeros(size, DTYPES[dtype], pinned=True)
-            else:
-                arena = torch.zeros(size, dtype=DTYPES[dtype], device=device.device)
-            parts = _cut(arena, mine)
-            weights |= parts
-            starts = {k: int(part.storage_offset()) for k, part in parts.items()}
-            self._adopt(arena, device.alias(arena) if flow else None, starts)
+            for run in [mine] if flow else self._runs(mine):
+                size = sum(b.numel for b in run)
+                if flow:
+                    arena = self.host.zeros(size, DTYPES[dtype], pinned=True)
+                else:
+                    arena = torch.zeros(size, dtype=DTYPES[dtype], device=device.device)
+                parts = _cut(arena, run)
+                weights |= parts
+                starts = {k: int(part.storage_offset()) for k, part in parts.items()}
+                self._adopt(arena, device.alias(arena) if flow else None, starts)
         return weights
+
+    def _runs(self, layouts: Sequence[Bucket]) -> list[list[Bucket]]:
+        """Buckets in pieces of some size that no parameter spans. Weights that lie on the device already go as each
+        piece is moved, so that they are there twice in part only."""
+        last = {s.tensor: b.index for b in layouts for s in b.segments}
+        runs: list[list[Bucket]] = [[]]
+        size = reach = 0
+        for b in layouts:
+            if size >= ARENA_BYTES and b.index > reach:
+                runs.append([])
+                size = 0
+            runs[-1].append(b)
+            size += b.numel * DTYPES[b.dtype].itemsize
+            reach = max(reach, *(last[s.tensor] for s in b.segments))
+        return runs
 
     def _adopt(self, arena: torch.Tensor, alias: torch.Tensor | None, starts: dict[int, int]) -> None:
         """Move the parameters of some buckets into their arena. A parameter that spans buckets stays in one piece: only

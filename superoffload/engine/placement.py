@@ -17,10 +17,8 @@ from typing import Any
 import torch
 
 from superoffload.kernels import available_core_list, native
-from superoffload.topology import SYS, Node, Topology, format_cpu_list, pci_node, read_topology
+from superoffload.topology import SYS, Node, Topology, callers_cores, format_cpu_list, pci_node, read_topology
 
-LARGE_NODE = 8
-"""Cores from which on two are left to the caller instead of one."""
 NODE_SHARE = 0.9
 """Of a node's memory that may be bound strictly; beyond it the kernel would rather end the process than spill."""
 
@@ -42,11 +40,6 @@ class Placement:
         threads = f"threads on cores {format_cpu_list(self.cores)}" if self.cores else "threads unbound"
         memory = f"memory on node {self.node}" if self.node is not None else "memory unbound"
         return f"{threads}, {memory} ({self.reason})"
-
-
-def callers_cores(cores: int) -> int:
-    """How many of `cores` are left to the caller: PyTorch's launching thread and autograd's need theirs."""
-    return 0 if cores < 2 else 2 if cores >= LARGE_NODE else 1
 
 
 def choose_placement(

@@ -1,6 +1,7 @@
 """Cases that go wrong silently in an engine that is not careful: lifetimes, storage, devices, streams of hooks."""
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from superoffload.engine import OffloadAdamW
+from superoffload.engine import OffloadAdamW, buckets
 from superoffload.engine.optimizer import optimizer_of
 from superoffload.errors import EngineError, InputError
 from tests.engine.common import batches, digest, llama, train
@@ -402,3 +403,33 @@ def test_an_empty_parameter_is_in_no_bucket():
             opt.zero_grad()
         opt.synchronize()
         assert not torch.equal(model.base.weight, before)
+
+
+def test_old_weights_go_while_the_new_arenas_come(monkeypatch):
+    """A model on the GPU must not need its weights' memory twice to be trained."""
+    monkeypatch.setattr(buckets, "ARENA_BYTES", 1 << 30)
+    model = llama()
+    with OffloadAdamW(model, lr=1e-3, bucket_mb=0.05) as opt:
+        losses = train(model, opt, batches(2))
+        one = digest(model, opt)
+
+    monkeypatch.setattr(buckets, "ARENA_BYTES", 40_000)
+    model, old = llama(), []
+    for p in model.parameters():
+        array = p.detach().numpy().copy()
+        p.data = torch.from_numpy(array)
+        old.append(weakref.ref(array))
+        del array
+    left, adopt = [], buckets.Arenas._adopt
+
+    def watched(self, arena, alias, starts):
+        left.append(sum(a().nbytes for a in old if a() is not None) / sum(p.nbytes for p in model.parameters()))
+        return adopt(self, arena, alias, starts)
+
+    monkeypatch.setattr(buckets.Arenas, "_adopt", watched)
+    with OffloadAdamW(model, lr=1e-3, bucket_mb=0.05) as opt:
+        assert len(left) > 5 and left[0] == 1 and all(a > b for a, b in itertools.pairwise(left))
+        assert left[-1] < 0.2
+        assert not any(a() is not None for a in old)
+        assert train(model, opt, batches(2)) == losses
+        assert digest(model, opt) == one

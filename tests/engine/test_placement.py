@@ -12,9 +12,9 @@ import torch
 from superoffload.engine import OffloadAdamW, arguments, host_memory
 from superoffload.engine import placement as module
 from superoffload.engine.host_memory import MAPPED_BYTES, HostMemory
-from superoffload.engine.placement import Placement, bind_pages, callers_cores, choose_placement, gpu_address, place
+from superoffload.engine.placement import Placement, bind_pages, choose_placement, gpu_address, place
 from superoffload.kernels import native
-from superoffload.topology import Node, Topology, read_topology
+from superoffload.topology import Node, Topology, callers_cores, read_topology
 from tests.engine.common import llama
 
 GH200 = Topology((Node(0, tuple(range(72)), 513 * 10**9, (10, 80)), Node(1, (), 99 * 10**9, (80, 10))))

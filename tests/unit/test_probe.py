@@ -53,6 +53,18 @@ def test_probe_measures_once_and_reads_it_again(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("small")
+def test_large_machines_are_measured_on_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's caches would serve a part of what a small machine can spare."""
+    assert [probing_link.scale_for(b) for b in (16e9, 480e9)] == [1, 4]
+    sizes: list[int] = []
+    monkeypatch.setattr(probing_link, "LARGE_MEMORY_BYTES", 1e9)
+    monkeypatch.setattr(probing, "run_adam", lambda state, threads: sizes.append(state[0].numel()))
+    found = probing.probe_machine(refresh=True)
+    assert set(sizes) == {4 << 18}
+    assert "1M parameters" in found.sources["cpu.adam_gb_per_s"]
+
+
+@pytest.mark.usefixtures("small")
 def test_another_machine_or_a_broken_file_is_measured_anew() -> None:
     identity = probing.machine_fingerprint()
     assert probing.cache_path(identity) != probing.cache_path({**identity, "cpu": "another"})
