@@ -11,6 +11,8 @@ Results are written after each row. With --profiles the profiles are kept too, s
 can be held against these measurements:
 
     python benchmarks/bench_predictions.py --replay predictions.json --profiles FOLDER [--hardware probe.json]
+
+and with --traces each measured step is kept as a trace, all in one archive.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,8 +110,11 @@ def run_shape(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
         if args.profiles:
             profile.save(Path(args.profiles) / f"profile_{shape}_{micro_batch}x{seq_len}.json")
         corrected: Profile | None = None
-        for fields in GRIDS[args.device]:
+        for number, fields in enumerate(GRIDS[args.device]):
             row, trace = _row(args, model, ids, profile, corrected, fields)
+            if trace is not None and args.traces:
+                with zipfile.ZipFile(args.traces, "a", compression=zipfile.ZIP_DEFLATED) as archive:
+                    archive.writestr(f"{shape}_{number}.json", trace.to_json())
             yield {"shape": shape, "micro_batch_tokens": micro_batch * seq_len, **row}
             if trace is not None and args.calibrate and corrected is None:
                 corrected = calibrate(profile, trace).profile
@@ -221,7 +227,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _child(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
     """The rows of a shape, as a process of its own finds them."""
     command = [sys.executable, __file__, "--child", "--shapes", shape, "--device", args.device,
-               "--hardware", args.hardware, "--steps", str(args.steps), "--profiles", args.profiles]  # fmt: skip
+               "--hardware", args.hardware, "--steps", str(args.steps), "--profiles", args.profiles,
+               "--traces", args.traces]  # fmt: skip
     command += ["--calibrate"] if args.calibrate else []
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
@@ -241,6 +248,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--calibrate", action="store_true", help="also predict from a profile that row 1 has corrected")
     parser.add_argument("--profiles", default="", help="folder for the profiles")
+    parser.add_argument("--traces", default="", help="a .zip for the measured steps")
     parser.add_argument("--replay", default="", help="a file of results to predict again; nothing is run")
     parser.add_argument("--out", default="")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

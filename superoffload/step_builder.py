@@ -278,19 +278,19 @@ class StepBuilder:
 
     def _bucket_ends(self) -> dict[int, list[tuple[float, int]]]:
         """For each block, the shares of its backward at which buckets are complete: by the share of the block's
-        parameters whose gradients exist by then, as most of the time goes into their products. The gradients of a
-        compiled layer come all at once, at its end."""
-        before: list[int] = []
+        parameters whose gradients exist by then, as most of the time goes into their products. A parameter's gradient
+        comes whole, however many buckets it fills, and those of a compiled layer come all at once, at its end."""
+        upto: list[int] = []
         total = [0] * len(self.profile.blocks)
         for tensor in backward_tensors(self.profile):
-            before.append(total[tensor.block])
             total[tensor.block] += tensor.numel
+            upto.append(total[tensor.block])
         ends: dict[int, list[tuple[float, int]]] = {}
         for bucket in self.buckets:
             s = bucket.segments[-1]
             b = self.block_of[s.tensor]
             at_once = self.plan.compile_blocks and self.profile.blocks[b].kind == "layer"
-            share = 1.0 if at_once else (before[s.tensor] + s.offset + s.numel) / total[b]
+            share = 1.0 if at_once else upto[s.tensor] / total[b]
             ends.setdefault(b, []).append((share, bucket.index))
         for shares in ends.values():
             shares.sort()

@@ -22,12 +22,21 @@ def test_buckets_follow_backward_and_are_completed_by_their_last_block(tiny: Mod
 
 
 def test_a_bucket_over_two_blocks_completes_inside_the_second(tiny: ModuleType) -> None:
-    profile = tiny.profile(tiny.hardware(), layers=2, params=tiny.BUCKET_PARAMS * 3 // 4)
+    n = tiny.BUCKET_PARAMS
+    profile = tiny.profile(tiny.hardware(), layers=2, params=(n // 2, n // 4))
     g = graph.build(profile, tiny.plan())
     backward = by_kind(g, "backward")
     # 0.75 of a bucket from layer 1, then 0.25 from layer 0: a third of its backward; the rest closes at its end.
     assert [(op.block, op.bucket) for op in backward] == [(1, -1), (0, 0), (0, 1)]
     assert [round(op.seconds, 6) for op in backward] == [2.0, round(2 / 3, 6), round(4 / 3, 6)]
+
+
+def test_a_parameter_completes_all_its_buckets_when_its_gradient_comes(tiny: ModuleType) -> None:
+    n = tiny.BUCKET_PARAMS
+    g = graph.build(tiny.profile(tiny.hardware(), layers=1, params=(n, 3 * n)), tiny.plan())
+    backward = by_kind(g, "backward")
+    assert [op.bucket for op in backward] == [0, 1, 2, 3]
+    assert [round(op.seconds, 6) for op in backward] == [1.5, 0.0, 0.0, 0.5]
 
 
 def test_forward_waits_for_the_uploads_of_its_buckets(tiny: ModuleType) -> None:

@@ -182,7 +182,7 @@ def test_an_all_to_all_goes_before_gradients_that_wait(tiny: ModuleType) -> None
     # 1.0 (before the second bucket) and 1.5: each takes 0.2 s and a reduce-scatter 1 s. That of bucket 0 is under way
     # when the first all-to-all comes; those of buckets 1 and 2 have to wait for both.
     hw = pair(tiny.hardware(down=1e6, up=1e6, adam=1e6, dram=1e9), ring_gb_per_s(tiny, 1.0), all_to_all=1.0)
-    profile = shared(tiny, hw, 400_000_000, 400_000_000, layers=1, params=3 * tiny.BUCKET_PARAMS)
+    profile = shared(tiny, hw, 400_000_000, 400_000_000, layers=1, params=(tiny.BUCKET_PARAMS,) * 3)
     timeline = simulator.run(graph.build(profile, tiny.plan(sequence_parallel=2, seq_len=2)))
     net = sorted(
         (round(timeline.start[i], 2), op.name)

@@ -124,7 +124,7 @@ def test_gradients_behind_others(tiny: ModuleType) -> None:
     # Backward completes three buckets 0.1 s apart, each 3 s on the link; Adam, speculating, takes 0.5 s, 0.554 with the
     # record. Bucket 2 is complete 0.2 s after bucket 0, so it queues for 5.8 s, and Adam waits 3 - 0.554 s for it.
     hw = tiny.hardware(down=tiny.link_gb_per_s(3.0), up=1e6, adam=tiny.adam_gb_per_s(0.5))
-    profile = tiny.profile(hw, layers=1, params=3 * tiny.BUCKET_PARAMS, backward=0.3)
+    profile = tiny.profile(hw, layers=1, params=(tiny.BUCKET_PARAMS,) * 3, backward=0.3)
     waited, cause = stall(simulate(profile, tiny.plan(speculate="on")), "cpu_adam", "Adam of bucket 2")
     assert waited == pytest.approx(3 - 0.5 * 31 / 28, abs=1e-3)
     assert cause.endswith("copy down of bucket 2, whose 2.10 MB were queued behind 2 buckets on the link for 5.8 s")
@@ -238,7 +238,7 @@ def test_compiled_layers_take_their_own_time(tiny: ModuleType, machine: Hardware
 def test_the_gradients_of_a_compiled_layer_come_at_its_end(tiny: ModuleType) -> None:
     # Three buckets in one layer: eager they leave after 2, 4 and 6 s of its backward.
     hw = tiny.hardware(down=1e6, up=1e6, adam=1e6)
-    profile = tiny.profile(hw, layers=1, params=3 * tiny.BUCKET_PARAMS, backward=6.0)
+    profile = tiny.profile(hw, layers=1, params=(tiny.BUCKET_PARAMS,) * 3, backward=6.0)
     known = {"compiled_forward_s": 1.0, "compiled_backward_s": 6.0, "compiled_bytes": 3000}
     profile = profile.replace(blocks=tuple(b.model_copy(update=known) for b in profile.blocks))
     ends = {}
@@ -259,7 +259,7 @@ def test_the_ring_holds_backward_back(tiny: ModuleType) -> None:
     # Six buckets in one layer, 1 s of backward and 3 s of download each. The fifth piece waits for bucket 0 (5 s), the
     # sixth for bucket 1 (8 s): backward ends at 9, the downloads at 20, then the next step's 1 + 8 s.
     hw = tiny.hardware(down=tiny.link_gb_per_s(3.0), up=1e6, adam=1e6, dram=1e9)
-    profile = tiny.profile(hw, layers=1, params=6 * tiny.BUCKET_PARAMS, backward=6.0)
+    profile = tiny.profile(hw, layers=1, params=(tiny.BUCKET_PARAMS,) * 6, backward=6.0)
     trace = simulate(profile, tiny.plan())
     assert trace.step_s == pytest.approx(20.0 + VERDICT_S, abs=1e-3)
     causes = [s.cause for s in trace.stalls if "gradient ring" in s.cause]

@@ -41,12 +41,18 @@ def hardware(
 
 
 def profile(
-    hw: Hardware, layers: int = 2, *, params: int = BUCKET_PARAMS, forward: float = 1.0, backward: float = 2.0
+    hw: Hardware,
+    layers: int = 2,
+    *,
+    params: int | tuple[int, ...] = BUCKET_PARAMS,
+    forward: float = 1.0,
+    backward: float = 2.0,
 ) -> Profile:
-    """A model of `layers` equal layers of one tensor each."""
+    """A model of `layers` equal layers of one tensor each, or of several, in forward order."""
+    numels = params if isinstance(params, tuple) else (params,)
     blocks = tuple(
         BlockProfile(
-            name=f"layer {i}", kind="layer", tensor_numels=(params,), dtype="bfloat16", forward_s=forward,
+            name=f"layer {i}", kind="layer", tensor_numels=numels, dtype="bfloat16", forward_s=forward,
             backward_s=backward, forward_flops=1.0, input_bytes=1000, activation_bytes=5000, working_bytes=0,
         )
         for i in range(layers)
