@@ -29,6 +29,8 @@ TOKEN = "tests"
 class Lab:
     """One JupyterLab server on a free port, with all its settings in a temporary folder."""
 
+    alive = "/api/status"
+
     def __init__(self, folder: Path):
         self.root = folder / "work"
         self.root.mkdir(parents=True)
@@ -47,23 +49,28 @@ class Lab:
         self.log = folder / "server.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1",
-                 f"--port={self.port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={TOKEN}",
-                 f"--ServerApp.root_dir={self.root}", "--LabApp.news_url=None",
-                 "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"],
-                env=env, stdout=log, stderr=subprocess.STDOUT, cwd=self.root,
-            )  # fmt: skip
+                [sys.executable, "-m", *self.command()], env=env, stdout=log, stderr=subprocess.STDOUT, cwd=self.root
+            )
+
+    def command(self) -> list[str]:
+        """What is run, after `python -m`."""
+        return ["jupyterlab", *self.common(), "--LabApp.news_url=None",
+                "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]  # fmt: skip
+
+    def common(self) -> list[str]:
+        return ["--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={self.port}", "--ServerApp.port_retries=0",
+                f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={self.root}"]  # fmt: skip
 
     def wait(self) -> None:
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/status?token={TOKEN}", timeout=2).close()
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}{self.alive}?token={TOKEN}", timeout=2).close()
             except OSError:
                 time.sleep(0.3)
             else:
                 return
-        raise RuntimeError("JupyterLab did not start:\n" + self.log.read_text()[-3000:])
+        raise RuntimeError("the server did not start:\n" + self.log.read_text()[-3000:])
 
     def notebook(self, name: str, cells: list[str]) -> None:
         """Write a notebook of code cells."""
