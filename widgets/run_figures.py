@@ -101,7 +101,7 @@ def learning_traces(view: RunView) -> list[Spec]:
                  line={"color": KIND_COLOURS["backward"], "width": 2.2},
                  hovertemplate="step %{x}<br>smoothed %{y:.4f}<extra></extra>"),
         _scatter(name="Tokens/s", x=steps, y=_floats(view.tokens_per_s), mode="lines", yaxis="y2",
-                 line={"color": KIND_COLOURS["copy_up"], "width": 1.6},
+                 showlegend=False, line={"color": KIND_COLOURS["copy_up"], "width": 1.6},
                  hovertemplate="step %{x}<br>%{y:,.0f} tokens/s<extra></extra>"),
     ]  # fmt: skip
 
