@@ -30,6 +30,9 @@ _HOME = {
     "calibrate": "calibration",
     "OffloadAdamW": "engine",
     "chunked_cross_entropy": "engine",
+    # torch's profiler
+    "to_tensorboard": "integrations.tensorboard",
+    "read_profile": "profiler_events",
     # records
     "Hardware": "hardware",
     "ModelSpec": "model",
@@ -40,6 +43,7 @@ _HOME = {
     "SearchResult": "search_result",
     "Trace": "tracing",
     "Calibration": "calibration",
+    "ProfilerSummary": "profiler_events",
     "TunedConfig": "config",
     "ModelRef": "config",
     "OptimizerConfig": "config",
@@ -70,11 +74,13 @@ if TYPE_CHECKING:
         SuperOffloadError,
     )
     from superoffload.hardware import Hardware
+    from superoffload.integrations.tensorboard import to_tensorboard
     from superoffload.memory import Ledger
     from superoffload.model import ModelSpec
     from superoffload.plan import Plan
     from superoffload.planner import make_plan
     from superoffload.profiler import BlockProfile, Profile, estimate
+    from superoffload.profiler_events import ProfilerSummary, read_profile
     from superoffload.profiling import profile
     from superoffload.search_result import SearchResult
     from superoffload.simulator import simulate
@@ -96,6 +102,7 @@ __all__ = [
     "OptimizerConfig",
     "Plan",
     "Profile",
+    "ProfilerSummary",
     "SearchResult",
     "SuperOffloadError",
     "Trace",
@@ -109,8 +116,10 @@ __all__ = [
     "make_plan",
     "model",
     "profile",
+    "read_profile",
     "search",
     "simulate",
+    "to_tensorboard",
 ]
 
 _EXTRAS = {"torch": "train", "transformers": "train", "safetensors": "train", "datasets": "train"}

@@ -13,9 +13,11 @@ from superoffload.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from superoffload.plan import Plan
     from superoffload.profiler import BlockProfile, Profile
+    from superoffload.profiler_events import ProfilerSummary
     from superoffload.tracing import Trace
 
 SHOWN_STALLS = 5
+SHOWN_OPERATORS = 10
 
 
 def profile_html(profile: Profile) -> str:
@@ -63,6 +65,24 @@ def trace_html(trace: Trace) -> str:
     longest = sorted((s for s in trace.stalls if s.lane == "gpu"), key=lambda s: -s.duration_s)[:SHOWN_STALLS]
     rows += [[f"GPU waits {format_seconds(s.duration_s)}", s.cause] for s in longest]
     return _table(f"{trace.model} on {trace.hardware} ({trace.source})", ("", ""), rows)
+
+
+def profiler_html(summary: ProfilerSummary) -> str:
+    """The mean step by what filled it, the dearest operators, and the dearest kernels where there are any."""
+    use = "; ".join(f"GPU {g.device} {g.name} busy {g.utilisation:.0%}" for g in summary.gpus) or "no GPU"
+    head = f"{summary.worker}: {len(summary.steps)} steps of {format_seconds(summary.step_s)} ({summary.source}), {use}"
+    shares = summary.shares()
+    parts = [_table(head, list(shares), [[f"{share:.0%}" for share in shares.values()]])]
+    columns = ("operator", "calls", "itself", "with what it calls", *(("on the GPU",) if summary.gpus else ()))
+    rows = [
+        [o.name, str(o.calls), *(format_seconds(t) for t in (o.self_s, o.total_s, o.kernel_s))][: len(columns)]
+        for o in summary.operators[:SHOWN_OPERATORS]
+    ]
+    parts.append(_table("Operators", columns, rows))
+    if summary.kernels:
+        runs = [[k.name, str(k.calls), format_seconds(k.total_s)] for k in summary.kernels[:SHOWN_OPERATORS]]
+        parts.append(_table("Kernels", ("kernel", "runs", "together"), runs))
+    return "".join(parts)
 
 
 def _title(blocks: Sequence[BlockProfile]) -> str:

@@ -60,12 +60,17 @@ def is_going_on(status: Mapping[str, Any]) -> bool:
     if os.name != "posix" or status.get("host") != platform.node():
         return True
     try:
-        os.kill(int(status["pid"]), 0)  # asks, and sends nothing
+        pid = int(status["pid"])
+        os.kill(pid, 0)  # asks, and sends nothing
     except (KeyError, TypeError, ValueError, PermissionError):
         return True
     except ProcessLookupError:
         return False
-    return True
+    try:  # one that has ended is listed until whoever started it has asked how
+        listed = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return True
+    return listed.rpartition(")")[2].split()[0] != "Z"
 
 
 class Requests:

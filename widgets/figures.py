@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -17,10 +17,7 @@ from superoffload.memory import Ledger
 from superoffload.tracing import LANE_TITLES, LANES, Trace
 from superoffload.units import GB, format_bytes, format_count, format_seconds
 from superoffload.widgets import view_models as vm
-from superoffload.widgets.theme import GREY, KIND_COLOURS, PAPER, STATE_COLOURS, Theme, memory_colour, text_on
-
-if TYPE_CHECKING:
-    from superoffload.widgets.run_views import RunView
+from superoffload.widgets.theme import KIND_COLOURS, PAPER, STATE_COLOURS, Theme, memory_colour, text_on
 
 Spec = dict[str, Any]
 """``{"data": [traces], "layout": {...}}``."""
@@ -348,52 +345,6 @@ def memory_figure(rows: Sequence[vm.MemoryRow], *, theme: Theme = PAPER, height:
         yaxis=_place_axis(rows),
     )
     return go.Figure(data=[trace], layout=layout)
-
-
-def loss_figure(view: RunView, *, theme: Theme = PAPER, height: int = 280) -> go.Figure:
-    """Loss and tokens per second against the step; see `loss_spec`."""
-    return go.Figure(loss_spec(view, theme=theme, height=height))
-
-
-def loss_spec(view: RunView, *, theme: Theme = PAPER, height: int = 280) -> Spec:
-    """Loss (upper half) and tokens per second (lower half) against the step; skipped and clipped steps are marked."""
-    steps = np.asarray(view.steps, dtype=np.int32)
-    marked = [
-        (s, v, loss) for s, v, loss in zip(view.steps, view.verdicts, view.loss, strict=True) if v not in ("commit", "")
-    ]
-    axis = {"gridcolor": theme.grid, "zeroline": False, "tickfont": {"size": 10, "color": theme.muted}}
-    title = {"font": {"size": 11, "color": theme.text}, "standoff": 6}
-    data = [
-        _scatter(name="Loss", x=steps, y=np.asarray(view.loss, dtype=np.float32), mode="lines",
-                   line={"color": GREY, "width": 1.4}, hovertemplate="step %{x}<br>loss %{y:.4f}<extra></extra>"),
-        _scatter(name="Loss, smoothed", x=steps, y=np.asarray(view.smooth_loss, dtype=np.float32), mode="lines",
-                   line={"color": KIND_COLOURS["backward"], "width": 2.4},
-                   hovertemplate="step %{x}<br>smoothed %{y:.4f}<extra></extra>"),
-        _scatter(name="Clipped or skipped", x=[m[0] for m in marked], y=[m[2] for m in marked], mode="markers",
-                   text=[m[1] for m in marked],
-                   marker={"symbol": "diamond-open", "size": 7, "color": KIND_COLOURS["adam"]},
-                   hovertemplate="step %{x}: %{text}<extra></extra>", showlegend=bool(marked)),
-        _scatter(name="Tokens/s", x=steps, y=np.asarray(view.tokens_per_s, dtype=np.float32), mode="lines", yaxis="y2",
-                   line={"color": KIND_COLOURS["copy_up"], "width": 1.8},
-                   hovertemplate="step %{x}<br>%{y:,.0f} tokens/s<extra></extra>"),
-    ]  # fmt: skip
-    layout = _base(
-        theme,
-        height,
-        margin={"l": 62, "r": 14, "t": 26, "b": 36},
-        showlegend=True,
-        legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 10}},
-        xaxis={**axis, "title": {"text": "step", **title}, "anchor": "y2"},
-        yaxis={**axis, "domain": [0.40, 1.0], "title": {"text": "loss", **title}},
-        yaxis2={
-            **axis,
-            "domain": [0.0, 0.30],
-            "title": {"text": "tokens/s", **title},
-            "rangemode": "tozero",
-            "nticks": 4,
-        },
-    )
-    return {"data": data, "layout": layout}
 
 
 def plot_timeline(traces: Trace | Sequence[Trace], *, height: int | None = None, theme: Theme = PAPER) -> go.Figure:

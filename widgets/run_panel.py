@@ -4,7 +4,6 @@ started it."""
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import subprocess
 import time
@@ -12,27 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import ipywidgets as W
-import plotly.graph_objects as go
 
 from superoffload.errors import InputError
 from superoffload.run_control import ENDED, TRAIN_LOG, Request, ask, is_going_on, start
 from superoffload.widgets import theme as themes
 from superoffload.widgets.bridge import ThemeBridge
-from superoffload.widgets.figures import loss_figure, loss_spec
 from superoffload.widgets.live import LiveFigure
 from superoffload.widgets.parts import Guard, Messages, button, escape, style_sheet
-from superoffload.widgets.run_views import RunView, read_run
+from superoffload.widgets.run_figures import run_spec
+from superoffload.widgets.run_html import head_html, how_html, numbers_html, rollbacks_html
+from superoffload.widgets.run_reader import METRICS, RunReader, read_status, stamp
+from superoffload.widgets.run_views import RunView
 
 REFRESH_S = 2.0
-
-
-def plot_loss(run: str | os.PathLike[str] | RunView, *, theme: themes.Theme = themes.PAPER) -> go.Figure:
-    """Draw the loss and tokens per second of a run folder.
-
-    Raises:
-        InputError: the folder is not a run folder.
-    """
-    return loss_figure(run if isinstance(run, RunView) else read_run(run), theme=theme)
 
 
 class RunPanel(W.VBox):  # type: ignore[misc]
@@ -50,14 +41,19 @@ class RunPanel(W.VBox):  # type: ignore[misc]
         self._guard = Guard(self.messages)
         self._bridge = ThemeBridge()
         self._bridge.observe(lambda _: self._draw(), names="theme")
-        self._stamp: tuple[Any, ...] = ()
+        self._reader = RunReader(folder)
+        self._stamp: tuple[int, ...] = ()
+        self._asked: tuple[Request, Any] | None = None
+        """What was asked and is not answered, with the checkpoint that there was then."""
+        self._failed = False
+        """Whether the last look at the folder ended in the error that is shown."""
         self._process: subprocess.Popen[bytes] | None = None
         """The run's process where this panel started it."""
         self._began = 0.0
         """When that was, on the clock of `time.time`."""
         self._task: asyncio.Task[None] | None = None
         self.figure: LiveFigure | None = None
-        self.head = W.HTML()
+        self.head, self.numbers, self.how, self.rollbacks = W.HTML(), W.HTML(), W.HTML(), W.HTML()
         self.follow = W.ToggleButton(
             follow,
             description="Follow",
@@ -74,17 +70,19 @@ class RunPanel(W.VBox):  # type: ignore[misc]
         self.requests = {
             request: button(title, tip, self._guard(lambda _, r=request: self.ask(r))) for request, title, tip in said
         }
-        again = button("Refresh", "Read the folder now", self._guard(lambda _: self.refresh()))
+        again = button("Refresh", "Read the folder now", lambda _: self._look())
+        steering = W.HBox(list(self.requests.values()))
         row = W.HBox(
-            [self.head, *self.requests.values(), self.follow, again],
-            layout=W.Layout(justify_content="space-between", align_items="center", flex_flow="row wrap"),
+            [steering, W.HBox([self.follow, again])],
+            layout=W.Layout(justify_content="space-between", flex_flow="row wrap"),
         )
-        self.head.layout.flex = "1 1 auto"
         self._body = W.VBox([])
-        super().__init__([style_sheet(), self._bridge, row, self.messages, self._body], layout=W.Layout(width="100%"))
+        super().__init__(
+            [style_sheet(), self._bridge, self.head, row, self.messages, self._body], layout=W.Layout(width="100%")
+        )
         self.add_class("so-panel")
         self.add_class("so-run")
-        self._guard(self.refresh)()
+        self._look()
         self._keep_following()
 
     @classmethod
@@ -108,8 +106,8 @@ class RunPanel(W.VBox):  # type: ignore[misc]
             InputError: the folder holds a run that goes on, or one that is over and `resume` does not name it.
         """
         path = Path(folder)
-        if (path / "metrics.jsonl").exists():
-            status = read_run(path).status
+        if (path / METRICS).exists():
+            status = read_status(path)
             if is_going_on(status):
                 raise InputError(
                     f"{path} holds a run that is {status.get('state')}",
@@ -124,7 +122,7 @@ class RunPanel(W.VBox):  # type: ignore[misc]
         arguments += [] if resume is None else ["--resume", str(resume)]
         panel = cls(path, follow=False)
         panel._began, panel._process = time.time(), start(arguments, path)
-        panel.messages.notice(f"Started as process {panel._process.pid}; loading the model.")
+        panel._say(f"Started as process {panel._process.pid}; loading the model.")
         panel.follow.value = True
         return panel
 
@@ -135,8 +133,9 @@ class RunPanel(W.VBox):  # type: ignore[misc]
             InputError: there is no run, or it has ended.
         """
         ask(self.folder, request)
-        self.messages.notice(f"Asked the run to {escape(request if request != 'checkpoint' else 'save a checkpoint')}: "
-                             "it answers after the step in progress.")  # fmt: skip
+        self._asked = request, read_status(self.folder).get("checkpoint")
+        self._say(f"Asked the run to {escape(request if request != 'checkpoint' else 'save a checkpoint')}: "
+                  "it answers after the step in progress.")  # fmt: skip
 
     def refresh(self) -> RunView | None:
         """Read the folder again. Raises InputError where there is no run, with what its process said if it ended."""
@@ -144,6 +143,7 @@ class RunPanel(W.VBox):  # type: ignore[misc]
             return None  # it is still loading
         self.view = view
         self._draw()
+        self._tell_answer()
         if self.view.state not in ENDED and not is_going_on(self.view.status):
             raise InputError(
                 f"the run's process is gone, and the last that it said is {self.view.state}",
@@ -151,20 +151,56 @@ class RunPanel(W.VBox):  # type: ignore[misc]
             )
         return self.view
 
+    def _look(self) -> None:
+        """Read the folder again without being asked to: an error stays until a look goes well, a message stays."""
+        try:
+            self.refresh()
+        except Exception as e:
+            self.messages.error(e)
+            self._failed = True
+        else:
+            if self._failed:
+                self.messages.clear()
+            self._failed = False
+
+    def _say(self, body_html: str) -> None:
+        self.messages.notice(body_html)
+        self._failed = False
+
     def _read(self) -> RunView | None:
         """What the folder says of this panel's run, and not of one before it; None while its process is loading."""
         if self._process is None:
-            return read_run(self.folder)
+            return self._reader.read()
+        code = self._process.poll()
         try:
-            view = read_run(self.folder)
+            view = self._reader.read()
             if float(view.status.get("started", 0.0)) >= self._began - 1.0:
                 return view
         except InputError:
             pass
-        if (code := self._process.poll()) is None:
+        if code is None:
             return None
         said = _last_lines(Path(self.folder) / TRAIN_LOG)
         raise InputError(f"the run ended with exit code {code} before its first step: {said}")
+
+    def _tell_answer(self) -> None:
+        """Say what the run did with the last request, once it has."""
+        if self._asked is None or self.view is None:
+            return
+        (request, checkpoint), status = self._asked, self.view.status
+        state, saved = self.view.state, status.get("checkpoint")
+        step = f"step {self.view.steps[-1]:,}" if self.view.steps else "the first step"
+        resume = f"<code>superoffload train --resume {escape(self.folder)} ...</code>"
+        answers: dict[Request, tuple[bool, str]] = {
+            "pause": (state == "paused", f"Paused after {step}. It keeps its memory."),
+            "go on": (state == "running", "It goes on."),
+            "checkpoint": (saved != checkpoint, f"Saved {escape(saved)}."),
+            "stop": (state in ENDED, f"Stopped after {step}. Continue it with {resume}"),
+        }
+        done, text = answers[request]
+        if done or state in ENDED:
+            self._asked = None
+            self._say(text if done else "It ended before it could answer.")
 
     def _draw(self) -> None:
         if self.view is None:
@@ -175,10 +211,12 @@ class RunPanel(W.VBox):  # type: ignore[misc]
         usable = {"pause": going and state != "paused", "go on": state == "paused", "checkpoint": going, "stop": going}
         for request, widget in self.requests.items():
             widget.disabled = not usable[request]
-        spec = loss_spec(self.view, theme=themes.DARK if self._bridge.theme == "dark" else themes.LIGHT)
+        self.numbers.value, self.how.value = numbers_html(self.view), how_html(self.view)
+        self.rollbacks.value = rollbacks_html(self.view)
+        spec = run_spec(self.view, theme=themes.DARK if self._bridge.theme == "dark" else themes.LIGHT)
         if self.figure is None:
             self.figure = LiveFigure(spec)
-            self._body.children = [self.figure]
+            self._body.children = [self.numbers, self.figure, self.how, self.rollbacks]
         else:
             self.figure.show_spec(spec)
 
@@ -194,11 +232,13 @@ class RunPanel(W.VBox):  # type: ignore[misc]
     async def _follow(self) -> None:
         while self.follow.value:
             await asyncio.sleep(REFRESH_S)
-            stamp = _stamp(self.folder)
-            if stamp != self._stamp:
-                self._stamp = stamp
-                self._guard(self.refresh)()
-            if self.view is not None and not is_going_on(self.view.status):
+            # A process that ended without a word has written nothing.
+            over = self.view is not None and not is_going_on(self.view.status)
+            ended = self._process is not None and self._process.poll() is not None
+            if (now := stamp(self.folder)) != self._stamp or over or ended:
+                self._stamp = now
+                self._look()
+            if ended or (self.view is not None and not is_going_on(self.view.status)):
                 self.follow.value = False
 
     def close(self) -> None:
@@ -208,43 +248,9 @@ class RunPanel(W.VBox):  # type: ignore[misc]
         super().close()
 
 
-def head_html(view: RunView) -> str:
-    """State of the run in one line: where it is, how fast, what the verdicts were."""
-
-    def last(values: tuple[float, ...]) -> float:
-        return next((v for v in reversed(values) if math.isfinite(v)), math.nan)
-
-    parts = [f"<b>{escape(view.folder)}</b>", f"{escape(view.state)}"]
-    goal = view.status.get("steps") or view.status.get("total_steps")
-    if view.steps:
-        parts.append(f"step {view.steps[-1]}" + (f" of {escape(goal)}" if goal else ""))
-        parts.append(f"loss {last(view.loss):.4f} (first {view.loss[0]:.4f})")
-        parts.append(f"{last(view.tokens_per_s):,.0f} tokens/s measured")
-    if view.verdict_counts:
-        parts.append(", ".join(f"{n} {escape(v)}" for v, n in view.verdict_counts))
-    error = view.status.get("error") or view.status.get("message")
-    if view.state == "failed" and error:
-        parts.append(f'<span class="so-worse">{escape(error)}</span>')
-    updated = view.status.get("updated") or view.status.get("time")
-    if isinstance(updated, int | float) and view.state == "running" and time.time() - updated > 60:
-        parts.append(f'<span class="so-worse">silent for {time.time() - updated:.0f} s</span>')
-    return " · ".join(parts)
-
-
 def _last_lines(path: Path, count: int = 3) -> str:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
         return "it said nothing"
     return " / ".join(line.strip() for line in lines if line.strip() and "\r" not in line)[-600:] or "it said nothing"
-
-
-def _stamp(folder: str | os.PathLike[str]) -> tuple[Any, ...]:
-    out: list[Any] = []
-    for name in ("metrics.jsonl", "status.json"):
-        try:
-            info = os.stat(os.path.join(folder, name))
-            out += [info.st_size, info.st_mtime_ns]
-        except OSError:
-            out += [0, 0]
-    return tuple(out)

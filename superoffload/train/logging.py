@@ -60,7 +60,7 @@ class RunLog:
         if time.monotonic() - self._written > 0.5:  # a reader polls every few seconds
             self.set(state="running")
         if self._bar is not None:
-            self._bar.update(1)
+            self._bar.update(row["step"] - self._bar.n)
             self._bar.set_postfix_str(f"loss {row['loss']:.4f}, {row['tokens_per_s']:,.0f} tokens/s", refresh=False)
 
     def set(self, **fields: Any) -> None:

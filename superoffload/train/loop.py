@@ -23,11 +23,14 @@ from superoffload.plan import check_one_chip
 from superoffload.run_control import Request, Requests
 from superoffload.train import checkpoint
 from superoffload.train.data import TokenBlocks, load_blocks, locate
+from superoffload.train.gauges import Gauges
 from superoffload.train.logging import METRICS, RunLog
 
 CONFIG = "tuned.json"
 PAUSE_POLL_S = 0.2
 """How often a paused run looks for requests."""
+COSTS = ("speculated", "undone", "speculated_s", "undo_s", "after_verdict_s", "waited_s")
+"""What a row says of its step's `StepRecord`."""
 
 
 def train(
@@ -113,6 +116,7 @@ class _Run:
         self.speeds: list[float] = []
         self.saved: Path | None = None
         self._pending: dict[str, Any] | None = None
+        self._gauges: Gauges
 
     def go(self) -> dict[str, Any]:
         """Load, train, save. A failure is written into status.json before it is raised."""
@@ -135,7 +139,10 @@ class _Run:
                     remedy="Resume with the same data and seq_len, or start a new run from the checkpoint's folder",
                 )
             checkpoint.load_weights(model, self.start_from)
-        with OffloadAdamW.from_config(model, cfg, device=device) as opt:
+        with (
+            OffloadAdamW.from_config(model, cfg, device=device) as opt,
+            contextlib.closing(Gauges(device)) as self._gauges,
+        ):
             schedule = torch.optim.lr_scheduler.LambdaLR(
                 opt, lambda step: learning_rate_factor(cfg.training, self.total, step)
             )
@@ -143,6 +150,7 @@ class _Run:
                 self._restore(opt, schedule)
             log = RunLog(self.folder, steps=self.total, resume_at=self.step, progress=self.progress)
             cfg.save(self.folder / CONFIG)
+            log.set(**self._gauges.facts(), adam_threads=plan.adam_threads)
             try:
                 return self._loop(model, tokenizer, opt, schedule, blocks, log)
             except BaseException as e:
@@ -175,7 +183,7 @@ class _Run:
             self._save(model, tokenizer, opt, blocks, log)
 
         with _stop_flag(log) as stop, _quiet_collector():
-            begun = time.perf_counter()
+            begun = self._resume_clock()
             while self.step < self.total and not stop.is_set():
                 rate = opt.param_groups[0]["lr"]
                 loss = torch.zeros((), device=device)
@@ -196,10 +204,10 @@ class _Run:
                 begun = now
                 if training.save_every and self.step % training.save_every == 0 and self.step < self.total:
                     save()
-                    begun = time.perf_counter()  # saving is not training time
+                    begun = self._resume_clock()  # saving is not training time
                 if asked := requests.take():
                     self._answer(asked, requests, stop, save, opt, log)
-                    begun = time.perf_counter()
+                    begun = self._resume_clock()
             opt.synchronize()
             self._flush(opt, log)
             save()
@@ -247,8 +255,14 @@ class _Run:
             asked = requests.take()
         log.set(state="running")
 
-    def _flush(self, opt: Any, log: RunLog) -> None:
-        """Write the row of the last step: its loss and verdict are read one step late, so that nothing waits."""
+    def _resume_clock(self) -> float:
+        """The time at which training begins, or goes on after something else."""
+        self._gauges.start_over()
+        return time.perf_counter()
+
+    def _flush(self, opt: OffloadAdamW, log: RunLog) -> None:
+        """Write the row of the last step: its loss and verdict are read one step late, so that nothing waits. A step
+        that was undone has a row whatever `log_every` says."""
         if self._pending is None:
             return
         row, self._pending = self._pending, None
@@ -257,7 +271,8 @@ class _Run:
         stats = opt.stats
         self.losses.append(loss)
         self.speeds.append(tokens / row["step_s"])
-        if row["step"] % self.cfg.training.log_every and row["step"] != self.total:
+        cost = _cost(opt, stats.step)
+        if row["step"] % self.cfg.training.log_every and row["step"] != self.total and not cost["undone"]:
             return
         log.step(
             {
@@ -268,7 +283,8 @@ class _Run:
                 "verdict": stats.verdict,
                 "clip_coefficient": stats.clip_coefficient,
                 "loss_scale": stats.loss_scale,
-                **_cost(opt),
+                **cost,
+                **self._gauges.read(),
                 "tokens_per_s": tokens / row["step_s"],
                 "step_s": row["step_s"],
                 "tokens": int(self.state.get("tokens", 0)) + tokens * len(self.losses),
@@ -292,11 +308,11 @@ class _Run:
         log.set(checkpoint=str(self.saved))
 
 
-def _cost(opt: OffloadAdamW) -> dict[str, Any]:
-    """What the last finished step speculated, and what it cost."""
+def _cost(opt: OffloadAdamW, step: int) -> dict[str, Any]:
+    """What step `step` of the optimizer, its last one, speculated and cost; None where that is not known yet."""
     ledger = opt.ledger
-    record = ledger[-1] if ledger else None
-    return {k: getattr(record, k, None) for k in ("speculated", "undone", "speculated_s", "undo_s", "waited_s")}
+    record = ledger[-1] if ledger and ledger[-1].step == step else None
+    return {k: getattr(record, k, None) for k in COSTS}
 
 
 def _vocabulary(model: Any, tokenizer: Any) -> int:

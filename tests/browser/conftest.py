@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -24,6 +25,8 @@ CHROMIUM_FLAGS = (
 )  # fmt: skip
 HARMLESS = ("favicon", "ResizeObserver loop")
 TOKEN = "tests"
+SERIOUS = ("serious", "critical")
+"""Faults that axe finds and no panel may have."""
 
 
 class Lab:
@@ -247,3 +250,21 @@ def new_page(chromium: Any, lab: Lab, shots: Path) -> Iterator[Callable[..., Pag
     yield make
     for context in contexts:
         context.close()
+
+
+@pytest.fixture(scope="session")
+def faults() -> Callable[[Page, str], list[str]]:
+    """Call it with a page and a selector: the serious faults below it that axe finds, each with its first element."""
+    script = resources.files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
+
+    def find(page: Page, selector: str) -> list[str]:
+        page.page.evaluate(script)
+        result = page.page.evaluate("s => axe.run(document.querySelector(s), {resultTypes: ['violations']})", selector)
+        return [
+            f"{v['id']} ({v['impact']}, {len(v['nodes'])}): {v['help']}: {v['nodes'][0]['html'][:200]} "
+            f"[{(v['nodes'][0].get('any') or [{}])[0].get('message', '')[:200]}]"
+            for v in result["violations"]
+            if v["impact"] in SERIOUS
+        ]
+
+    return find

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import resources
 from typing import Any
 
 import pytest
@@ -13,24 +12,12 @@ from superoffload.widgets import Tuner
 profile = so.estimate("llama-7b", micro_batch=4, seq_len=2048, hardware="gh200")
 t = Tuner(profile)
 t"""
-SERIOUS = ("serious", "critical")
-
-
-def faults(page: Any, selector: str) -> list[str]:
-    """Serious faults below `selector`, each with its first element."""
-    script = resources.files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
-    page.page.evaluate(script)
-    result = page.page.evaluate("s => axe.run(document.querySelector(s), {resultTypes: ['violations']})", selector)
-    return [
-        f"{v['id']} ({v['impact']}, {len(v['nodes'])}): {v['help']}: {v['nodes'][0]['html'][:200]} "
-        f"[{(v['nodes'][0].get('any') or [{}])[0].get('message', '')[:200]}]"
-        for v in result["violations"]
-        if v["impact"] in SERIOUS
-    ]
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_no_panel_has_a_serious_fault(new_page: Callable[..., Any], lab: Any, dark: bool) -> None:
+def test_no_panel_has_a_serious_fault(
+    new_page: Callable[..., Any], lab: Any, faults: Callable[..., list[str]], dark: bool
+) -> None:
     lab.theme("JupyterLab Dark" if dark else "JupyterLab Light")
     try:
         page = new_page()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from superoffload.config import HardwareRef, OptimizerConfig, TrainingConfig, Tu
 from superoffload.errors import InputError, NotSupported  # noqa: E402
 from superoffload.plan import Plan  # noqa: E402
 from superoffload.run_control import ask  # noqa: E402
-from superoffload.train import checkpoint, train  # noqa: E402
+from superoffload.train import checkpoint, gauges, loop, train  # noqa: E402
 from superoffload.train import logging as run_logging  # noqa: E402
+from superoffload.train.gauges import GpuSampler  # noqa: E402
 from superoffload.train.loop import learning_rate_factor  # noqa: E402
 
 TINY = shapes.ModelSpec(
@@ -87,7 +90,8 @@ def saved(run: Path) -> dict[str, Any]:
 
 KEYS = {
     "step", "loss", "lr", "grad_norm", "verdict", "clip_coefficient", "loss_scale", "speculated", "undone",
-    "speculated_s", "undo_s", "waited_s", "tokens_per_s", "step_s", "tokens",
+    "speculated_s", "undo_s", "after_verdict_s", "waited_s", "tokens_per_s", "step_s", "tokens", "cpu_busy", "gpu_busy",
+    "gpu_peak_bytes", "gpu_reserved_bytes", "host_bytes",
 }  # fmt: skip
 
 
@@ -107,6 +111,75 @@ def test_a_run_learns_and_writes_what_it_did(source: Path, text: Path, tmp_path:
     assert run[0]["lr"] == pytest.approx(2.5e-3)
     assert TunedConfig.load(tmp_path / "run" / "tuned.json") == cfg
     assert (result["first_loss"], result["last_loss"]) == (run[0]["loss"], run[-1]["loss"])
+
+
+def test_a_run_measures_what_it_takes_of_the_machine(source: Path, text: Path, tmp_path: Path) -> None:
+    train(config(source), text, steps=6, out=tmp_path / "run", progress=False)
+    said, run = status(tmp_path / "run"), rows(tmp_path / "run")
+    cuda = torch.cuda.is_available()
+    assert (said["gpu_name"] is not None) == cuda and said["adam_threads"] == 1 and said["cores"] >= 1
+    assert all(0 < r["cpu_busy"] <= 1 for r in run)
+    assert all(r["gpu_busy"] is None and r["gpu_peak_bytes"] is None for r in run) or cuda
+    # On Linux the resident set holds at least torch, and never more than there is.
+    assert all(r["host_bytes"] is None or 50e6 < r["host_bytes"] < said["host_capacity_bytes"] for r in run)
+    # The thread's time before and after the verdict is part of the step and of the next.
+    assert all(r["after_verdict_s"] > 0 for r in run)
+    assert sum(r["speculated_s"] + r["after_verdict_s"] for r in run) < 2 * sum(r["step_s"] for r in run)
+
+
+def test_every_undone_step_is_in_the_log(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs: dict[int, Any] = {}  # which steps are undone depends on how soon each bucket came
+    cost_of = loop._cost
+
+    def remember(opt: Any, step: int) -> dict[str, Any]:
+        costs[step] = cost_of(opt, step)
+        return costs[step]
+
+    monkeypatch.setattr(loop, "_cost", remember)
+    cfg = config(source, plan={"speculate": "on"}, log_every=7)
+    cfg = cfg.replace(optimizer=cfg.optimizer.replace(max_grad_norm=0.5))
+    train(cfg, text, steps=20, out=tmp_path / "run", progress=False)
+    undone = {step: cost for step, cost in costs.items() if cost["undone"]}
+    assert undone and 1 not in undone and len(costs) == 20
+    run = {r["step"]: r for r in rows(tmp_path / "run")}
+    assert set(run) == {*undone, 7, 14, 20}
+    for step, cost in undone.items():
+        assert {k: run[step][k] for k in cost} == cost
+
+
+def test_the_gauges_of_a_gpu_that_cannot_be_read_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    sampler = GpuSampler(torch.device("cuda"))
+    assert sampler.source == "not measured: pip install nvidia-ml-py" and sampler.take() == []
+    sampler.close()
+
+
+def test_the_drivers_samples_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a driver made of numbers: one sample each fifth of a second, each given as long as it is buffered."""
+    samples = [
+        types.SimpleNamespace(timeStamp=10**18 + i, sampleValue=types.SimpleNamespace(uiVal=50)) for i in range(3)
+    ]
+
+    def get(handle: object, kind: int, since: int) -> tuple[int, list[Any]]:
+        return 1, samples  # also those that were seen before
+
+    nvml = types.SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid, nvmlDeviceGetSamples=get,
+        NVML_GPU_UTILIZATION_SAMPLES=1, NVMLError_NotFound=KeyError,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(gauges, "POLL_S", 0.01)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="1"))
+    sampler = GpuSampler(torch.device("cuda"))
+    assert sampler.take() == [0.5, 0.5, 0.5]
+    time.sleep(0.1)
+    assert sampler.take() == []
+    samples.append(types.SimpleNamespace(timeStamp=2 * 10**18, sampleValue=types.SimpleNamespace(uiVal=100)))
+    time.sleep(0.1)
+    assert sampler.take() == [1.0]
+    sampler.close()
 
 
 def test_a_plan_for_several_chips_is_refused_before_anything_is_loaded(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from superoffload.errors import InputError
 from superoffload.memory import Ledger, LedgerItem
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
@@ -17,8 +15,6 @@ from superoffload.tracing import Trace, TraceEvent
 from superoffload.widgets import figures, theme
 from superoffload.widgets import view_models as vm
 from superoffload.widgets.live import same
-from superoffload.widgets.run_panel import plot_loss
-from superoffload.widgets.run_views import read_run
 
 
 def test_timeline_draws_spans_where_the_trace_has_them(trace: Trace) -> None:
@@ -109,33 +105,3 @@ def test_same_compares_arrays_by_value_and_type() -> None:
     assert same({"x": np.array([1.0])}, {"x": np.array([1.0])})
     assert not same(np.array([1.0], np.float32), np.array([1.0], np.float64))
     assert not same(np.array([1.0]), [1.0])
-
-
-def test_a_run_folder_becomes_curves(tmp_path: Path, write_run: Callable[..., Path]) -> None:
-    run = write_run(tmp_path / "run", 4, tail='{"step": 5, "lo')
-    view = read_run(run)
-    assert view.steps == (1, 2, 3, 4)
-    assert view.loss == (4.0, 2.0, pytest.approx(4 / 3), 1.0)
-    assert view.smooth_loss[1] == pytest.approx((4 + 2 + 4 / 3 + 1) / 4)
-    assert view.verdict_counts == (("clip", 1), ("commit", 3))
-    assert view.unreadable_lines == 1
-    assert view.state == "running"
-    fig = plot_loss(run)
-    assert fig.data[0].y.tolist() == pytest.approx(list(view.loss))
-    assert list(fig.data[2].x) == [2]
-    assert fig.data[3].y.tolist() == [1000, 1001, 1002, 1003]
-
-
-def test_a_resumed_step_counts_once_and_long_runs_are_thinned(tmp_path: Path, write_run: Callable[..., Path]) -> None:
-    run = write_run(tmp_path / "run", 5000, tail=json.dumps({"step": 5000, "loss": 0.5}) + "\n")
-    view = read_run(run)
-    assert view.total_steps == 5000
-    assert len(view.steps) == 2000
-    assert (view.steps[0], view.steps[-1], view.loss[-1]) == (1, 5000, 0.5)
-
-
-def test_a_folder_without_a_run_says_how_to_start_one(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="superoffload train"):
-        read_run(tmp_path)
-    with pytest.raises(InputError, match="not a run folder"):
-        plot_loss(tmp_path / "missing")
