@@ -27,6 +27,8 @@ _HOME = {
     "make_plan": "planner",
     "search": "autotune",
     "simulate": "simulator",
+    "measured_steps": "measured_step",
+    "load_measured": "measured_step",
     "calibrate": "calibration",
     "OffloadAdamW": "engine",
     "chunked_cross_entropy": "engine",
@@ -39,6 +41,7 @@ _HOME = {
     "Ledger": "memory",
     "SearchResult": "search_result",
     "Trace": "tracing",
+    "MeasuredStep": "measured_step",
     "Calibration": "calibration",
     "TunedConfig": "config",
     "ModelRef": "config",
@@ -70,6 +73,7 @@ if TYPE_CHECKING:
         SuperOffloadError,
     )
     from superoffload.hardware import Hardware
+    from superoffload.measured_step import MeasuredStep, load_measured, measured_steps
     from superoffload.memory import Ledger
     from superoffload.model import ModelSpec
     from superoffload.plan import Plan
@@ -88,6 +92,7 @@ __all__ = [
     "Hardware",
     "InputError",
     "Ledger",
+    "MeasuredStep",
     "MissingDependency",
     "ModelRef",
     "ModelSpec",
@@ -106,7 +111,9 @@ __all__ = [
     "chunked_cross_entropy",
     "estimate",
     "hardware",
+    "load_measured",
     "make_plan",
+    "measured_steps",
     "model",
     "profile",
     "search",

@@ -104,8 +104,24 @@ def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     return int(2 * batch * heads * queries * k[-2] * (width + v[-1]))
 
 
-MORE_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
-"""What FlopCounterMode does not know: attention on a CPU."""
+def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Scores again, and the gradients of the weights of the sum, of v, of q and of k."""
+    batch, heads, queries, width = q
+    return int(2 * batch * heads * queries * k[-2] * (3 * width + 2 * v[-1]))
+
+
+_aten = torch.ops.aten
+MORE_FLOPS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention: _attention_flops,
+    _aten._scaled_dot_product_efficient_attention: _attention_flops,
+    _aten._scaled_dot_product_cudnn_attention: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_backward: _attention_backward_flops,
+    _aten._scaled_dot_product_efficient_attention_backward: _attention_backward_flops,
+    _aten._scaled_dot_product_cudnn_attention_backward: _attention_backward_flops,
+}
+"""What FlopCounterMode does not know: attention on a CPU; and, in torch 2.11, attention with fewer heads of keys and
+values than of queries, at which it raises."""
 
 
 class Counter(Marks):
