@@ -4,10 +4,10 @@
     python benchmarks/record_steps.py --cases committed,clipped --device cpu --tiny --out FOLDER    # dry run anywhere
 
 Each shape runs in a process of its own: profiled once, then each of its cases is planned, warmed up and stepped a few
-times with clipping on, and the last step is kept as a `MeasuredStep`. The learning rate is 0, so that every step has the same gradients, and a
-factor on the loss sets their norm: half of the bound, or 1 % over it where a step shall be clipped. A larger norm would
-be seen to be over it early in backward, and Adam would wait for what is left. `ship_traces.py` makes the package's data
-of the files.
+times with clipping on, and the last step is kept as a `MeasuredStep`. The learning rate is 0, so that every step has
+the same gradients, and a factor on the loss sets their norm: half of the bound, or 1 % over it where a step shall be
+clipped. A larger norm would be seen to be over it early in backward, and Adam would wait for what is left.
+`ship_traces.py` makes the package's data of the files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,30 +73,37 @@ class Case:
 HALF = {"bucket_mb": 64.0, "retained": 0.5, "activations": "full"}
 CASES = {
     "waited": Case(
-        "3b", "3.14B Llama shape, 8,192 tokens a step, half of the buckets retained, without speculation",
+        "3b",
+        "3.14B Llama shape, 8,192 tokens a step, half of the buckets retained: waits for the norm",
         "CPU Adam begins when the norm is known, and the next forward waits for its weights block by block.",
         {**HALF, "speculate": "off"},
     ),
     "committed": Case(
-        "3b", "The same with speculation, a step that commits",
-        "CPU Adam runs under the backward that makes its gradients; what is left of it ends under the next forward.",
+        "3b",
+        "3.14B Llama shape, 8,192 tokens a step, half of the buckets retained: speculates and commits",
+        "CPU Adam runs under the backward that makes its gradients; what is left of it ends under the next "
+        "forward.",
         {**HALF, "speculate": "on"},
     ),
     "clipped": Case(
-        "3b", "The same with speculation, a step whose norm was over the bound",
-        "The verdict comes after Adam has run: every bucket is undone and redone with the clipped gradient, and sent "
-        "up again, while the next forward waits.",
+        "3b",
+        "3.14B Llama shape, 8,192 tokens a step, half of the buckets retained: speculates and is clipped",
+        "The norm is over the bound, which is known after Adam has run: its buckets are undone and redone with "
+        "the clipped gradient and sent up again, and the next forward waits for them.",
         {**HALF, "speculate": "on"}, clipped=True,
     ),
     "busy": Case(
-        "3b-4-layers", "Four of the same layers, 8,192 tokens a step, beside a thread that runs a Python loop",
-        "CPU Adam and the copies lose nothing; the GPU waits for a host that gets Python's lock late.",
+        "3b-4-layers",
+        "Four layers of the 3.14B shape, 8,192 tokens a step, beside a thread that runs a Python loop",
+        "CPU Adam and the copies lose nothing. Forward and backward take long because the host, which gets "
+        "Python's lock late, launches their kernels late.",
         {**HALF, "speculate": "on"}, busy=True, steps=4,
     ),
     "flow": Case(
-        "7b", "Llama-7B shape, 8,192 tokens a step within 24 GB of GPU memory, the weights of half of its layers flowing",
-        "The link up is busy all the time: weights of every other layer are fetched before forward and again before "
-        "backward. CPU Adam takes longer than the GPU, so the GPU waits.",
+        "7b",
+        "Llama-7B shape, 8,192 tokens a step within 24 GB of GPU memory: weights of half of the layers flow",
+        "The weights of every other layer are fetched before forward and again before backward. CPU Adam takes "
+        "longer than the GPU, and the next forward waits for what it has not done yet.",
         {"speculate": "on", "accumulation": 1, "activations": "full", "flow": 16}, gpu_gb=24.0, host_gb=120.0, steps=4,
     ),
 }  # fmt: skip
@@ -181,7 +188,7 @@ def record(name: str, case: Case, model: torch.nn.Module, ids: torch.Tensor, pro
         "name": name, "step_s": trace.step_s, "steps_s": [round(s, 4) for s in seconds],
         "predicted_s": round(simulate(profile, plan).step_s, 4), "verdict": verdict, "events": len(trace.events),
         "ledger": ledger_row, "modelled_gpu_gb": round(ledger(profile, plan).total("gpu") / 1e9, 2),
-        "plan": {k: v for k, v in plan.model_dump(mode="json", exclude={"reasons"}).items()},
+        "plan": plan.model_dump(mode="json", exclude={"reasons"}),
     }  # fmt: skip
     if device == "cuda":
         row["gpu_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
@@ -203,7 +210,9 @@ def run_shape(args: argparse.Namespace, shape: str) -> None:
     profile = profile_model(model, ids, hardware=hw, name=spec.name)
     for name, case in cases.items():
         if args.tiny:
-            case = Case(**{**case.__dict__, "gpu_gb": None, "host_gb": None, "fields": {**case.fields, "bucket_mb": 1.0}})
+            case = Case(
+                **{**case.__dict__, "gpu_gb": None, "host_gb": None, "fields": {**case.fields, "bucket_mb": 1.0}}
+            )
         found, row = record(name, case, model, ids, profile, args.device)
         path = Path(args.out) / f"measured_step_{name}_{args.machine}_{found.date}.json"
         path.write_text(found.to_json(indent=None) + "\n")

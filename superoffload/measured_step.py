@@ -83,10 +83,12 @@ class MeasuredStep(Record):
 
 
 def lanes_busy(modelled: Trace, measured: Trace) -> tuple[LaneBusy, ...]:
-    """What each lane works in a step of one trace and of the other."""
+    """What each lane works in a step of one trace and of the other; the validator's is left out, a moment in the model
+    and the wait for the last partial sum in a measurement."""
     return tuple(
         LaneBusy(lane, *(t.busy_s(lane, min(t.step_s, t.window_s)) for t in (modelled, measured)))
         for lane in drawn_lanes([*modelled.events, *measured.events])
+        if lane != "validator"
     )
 
 

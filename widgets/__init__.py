@@ -1,6 +1,7 @@
 """Dashboards for Jupyter: tune a plan, look at the two processors, follow a run.
 
-from superoffload.widgets import Tuner, Compare, Autotune, RunPanel, plot_timeline, plot_memory, plot_loss
+from superoffload.widgets import Tuner, Compare, Autotune, RunPanel
+from superoffload.widgets import plot_timeline, plot_measured, plot_memory, plot_loss
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ except ModuleNotFoundError as e:
 from superoffload.widgets.autotune import Autotune
 from superoffload.widgets.compare import Compare
 from superoffload.widgets.figures import plot_memory, plot_timeline
+from superoffload.widgets.measured_view import plot_measured
 from superoffload.widgets.run_panel import RunPanel, plot_loss
 from superoffload.widgets.tuner import Tuner
 
-__all__ = ["Autotune", "Compare", "RunPanel", "Tuner", "plot_loss", "plot_memory", "plot_timeline"]
+__all__ = ["Autotune", "Compare", "RunPanel", "Tuner", "plot_loss", "plot_measured", "plot_memory", "plot_timeline"]
