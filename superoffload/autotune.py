@@ -67,6 +67,7 @@ def search(
     seed: int = 0,
     cancel: Cancel | None = None,
     progress: Callable[[int, int, Trial | None], None] | None = None,
+    tried: Callable[[Trial], None] | None = None,
     **knobs: Any,
 ) -> SearchResult:
     """Try many plans and keep each with its verdict.
@@ -81,8 +82,10 @@ def search(
         tokens_per_s: the least throughput, for the memory objectives.
         trials: how many plans are tried at most.
         seed: the same seed gives the same result.
-        cancel: an Event, or a function that returns True, asked between trials: the search then returns what it has.
+        cancel: an Event, or a function that returns True, asked between trials: the search then returns what it has,
+            with the best plan simulated exactly.
         progress: called after each trial with (trials done, trials at most, the best so far or None).
+        tried: called with each plan when it has been tried, before the others have given it its verdict.
         knobs: plan fields that stay as given, as for `make_plan`.
 
     Returns:
@@ -105,7 +108,7 @@ def search(
         )
     given = {name: value for name, value in knobs.items() if value is not None}
     run = _Search(profile, objective, tokens, gpu_budget_gb, host_budget_gb, tokens_per_s, trials, seed, given)
-    return run.go(cancel, progress)
+    return run.go(cancel, progress, tried)
 
 
 class _Cancelled(Exception):
@@ -155,11 +158,17 @@ class _Search:
         self.best = 0
         self.cancel: Callable[[], bool] = lambda: False
         self.progress: Callable[[int, int, Trial | None], None] = lambda done, total, best: None
+        self.tried: Callable[[Trial], None] = lambda trial: None
 
-    def go(self, cancel: Cancel | None, progress: Callable[[int, int, Trial | None], None] | None) -> SearchResult:
+    def go(
+        self,
+        cancel: Cancel | None,
+        progress: Callable[[int, int, Trial | None], None] | None,
+        tried: Callable[[Trial], None] | None,
+    ) -> SearchResult:
         if cancel is not None:
             self.cancel = cancel.is_set if isinstance(cancel, threading.Event) else cancel
-        self.progress = progress or self.progress
+        self.progress, self.tried = progress or self.progress, tried or self.tried
         whole = self.space.size <= self.settings.trials
         cancelled = False
         self.points[self.space.start] = self.trial(self.start)  # also of a search that is cancelled at once
@@ -172,7 +181,7 @@ class _Search:
             self._settle()
         except _Cancelled:
             cancelled = True
-            self._finals()
+            self._last()
         trials = judge(self.settings, self.trials)
         best = next((t for t in trials if t.verdict == "best"), None)
         if best is not None:
@@ -200,8 +209,7 @@ class _Search:
         key = plan_key(plan)
         if key in self.numbers:
             return self.numbers[key]
-        if self.trials and self.cancel():
-            raise _Cancelled
+        self._check()
         number = self.numbers[key] = len(self.trials)
         plan = plan.model_copy(update={"reasons": {}})
         trial, over = self._try(number, plan)
@@ -209,9 +217,14 @@ class _Search:
         self.scores.append(self._score(trial, over))
         if self.scores[number] < self.scores[self.best]:
             self.best = number
+        self.tried(trial)
         best = self.trials[self.best]
         self.progress(number + 1, self.settings.trials, best if best.ran else None)
         return number
+
+    def _check(self) -> None:
+        if self.trials and self.cancel():
+            raise _Cancelled
 
     def _try(self, number: int, plan: Plan) -> tuple[Trial, int]:
         """Try a plan; also return how many bytes it is over the budgets."""
@@ -310,6 +323,7 @@ class _Search:
             plan = plan.model_copy(update={"flow_blocks": (), "retained_buckets": 0})
             if (key := plan_key(plan)) in found:
                 continue
+            self._check()
             profile = self.space.task.of(plan)
             one, two = (
                 graph.build(
@@ -352,7 +366,14 @@ class _Search:
         nearest = sorted(front(enough), key=lambda t: order(objective, t))
         chosen |= {t.number: None for t in nearest[:FINALISTS]}
         for number in chosen:
+            self._check()
             self._exactly(number)
+        return self._last()
+
+    def _last(self) -> int | None:
+        """Simulate the planner's plan exactly, and the best one until it is; return the best one's number."""
+        if self.trials[0].ran:
+            self._exactly(0)
         while (enough := ranked(self.settings, self.trials)) and not enough[0].exact:
             self._exactly(enough[0].number)  # a quick simulation that was too good: the first must be an exact one
         return enough[0].number if enough else None

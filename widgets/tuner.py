@@ -17,6 +17,7 @@ from superoffload.hardware import Hardware
 from superoffload.measured_step import MeasuredStep
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
+from superoffload.simulator import resolve_speculation
 from superoffload.tracing import Trace
 from superoffload.units import format_bytes
 from superoffload.widgets import figures
@@ -332,6 +333,26 @@ class Tuner(W.VBox):  # type: ignore[misc]
         """Overlay a measured trace on the simulated one; None takes it away, and so does another plan."""
         self.measured = trace
         self._refresh()
+
+    def load(self, profile: Profile, plan: Plan) -> str:
+        """Take over a plan that was found elsewhere, and the machine of its profile; says so in words.
+
+        Raises:
+            InputError: the plan is for a batch that this Tuner cannot show.
+        """
+        for field in sessions.SHAPE_FIELDS:
+            fixed = self.session.why_fixed(field)
+            if fixed and getattr(plan, field) != getattr(self.session.profile, field):
+                raise InputError(f"{field} = {getattr(plan, field)} is not what was profiled", remedy=fixed)
+        mine = self.session.plan.speculate
+        if mine == "auto" and resolve_speculation(self.session.plan).speculate == plan.speculate:
+            plan = plan.replace(speculate=mine)  # a simulated plan says what `auto` was taken for
+        other = profile.hardware if profile.hardware != self.session.hardware else None
+        self.session.end_entry()
+        self.session.set_plan(plan, other)
+        self._show_machine()
+        self._refresh()
+        return f"in the Tuner{f', which shows {other.name} now' if other else ''}; Undo there takes it back"
 
     def show_recorded(self) -> None:
         """Go back to the plan of the measured step that this was opened on, and lay it under the prediction."""
