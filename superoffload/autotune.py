@@ -22,7 +22,7 @@ from superoffload.plan import Plan
 from superoffload.planner_pace import Pace, seconds_of
 from superoffload.profile_scaling import rescale
 from superoffload.profiler import Profile
-from superoffload.search_asked import sequences_per_step, start_batch, within
+from superoffload.search_asked import given_chips, sequences_per_step, start_batch, within
 from superoffload.search_result import (
     OBJECTIVES,
     SAME,
@@ -42,6 +42,8 @@ from superoffload.units import TERA
 FINALISTS = 8
 """So many of the best plans are simulated with their own buckets; as many again of those that differ in the bucket size
 alone, and of the Pareto set those nearest to the objective."""
+LEADERS = 4
+"""So many of the best are, whenever the search asks which is the best."""
 SETTLING = 80
 """Trials kept back (a quarter at most) for the neighbours of the best plan, which give the reasons for its values."""
 QUICK_BUCKETS = 64
@@ -63,6 +65,7 @@ def search(
     gpu_budget_gb: float | None = None,
     host_budget_gb: float | None = None,
     tokens_per_s: float | None = None,
+    chips: int | None = None,
     trials: int = 1000,
     seed: int = 0,
     cancel: Cancel | None = None,
@@ -80,6 +83,8 @@ def search(
             micro-batch (or that given) times the accumulation given. `"free"`: any micro-batch, and steps of any size.
         gpu_budget_gb, host_budget_gb: decimal GB; omitted, what the machine has.
         tokens_per_s: the least throughput, for the memory objectives.
+        chips: Superchips that are used, of those that the profile's hardware has; omitted, all. How many share a
+            sequence is searched, unless it or `data_parallel` is given.
         trials: how many plans are tried at most.
         seed: the same seed gives the same result.
         cancel: an Event, or a function that returns True, asked between trials: the search then returns what it has,
@@ -107,7 +112,7 @@ def search(
             expected="tokens_per_s with gpu_memory and host_memory, and only there",
         )
     given = {name: value for name, value in knobs.items() if value is not None}
-    run = _Search(profile, objective, tokens, gpu_budget_gb, host_budget_gb, tokens_per_s, trials, seed, given)
+    run = _Search(profile, objective, tokens, gpu_budget_gb, host_budget_gb, tokens_per_s, chips, trials, seed, given)
     return run.go(cancel, progress, tried)
 
 
@@ -124,22 +129,27 @@ class _Search:
         gpu_budget_gb: float | None,
         host_budget_gb: float | None,
         tokens_per_s: float | None,
+        chips: int | None,
         trials: int,
         seed: int,
         given: dict[str, Any],
     ):
         self.asked = profile
         profile = within(profile, gpu_budget_gb, host_budget_gb)
-        chips = planner.arranged(profile, given)
-        profile = rescale(profile, seq_len=given.get("seq_len"), sequence_parallel=chips["sequence_parallel"])
-        sequences = sequences_per_step(profile, tokens, given, chips["data_parallel"])
-        start = planner.make_plan(profile, check=False, **start_batch(profile, sequences, given), **given)
+        used = given_chips(profile, chips, given)
+        profile = rescale(profile, seq_len=given.get("seq_len"), sequence_parallel=used["sequence_parallel"])
+        alone = sequences_per_step(profile, tokens, given, used["data_parallel"])
+        # What the planner would do by itself it shall give its reasons for.
+        asked = {**given, **({} if used == planner.arranged(profile, given) else used)}
+        start = planner.make_plan(profile, check=False, **start_batch(profile, alone, given), **asked)
+        sequences = None if alone is None else alone * used["data_parallel"]
         named = {{"flow": "flow_blocks", "buckets": "bucket_mb"}.get(name, name) for name in given}
         fixed = named | ({"micro_batch"} if sequences is not None and "accumulation" in given else set())
         self.settings = SearchSettings.from_dict(
             {
                 "objective": objective, "tokens": tokens, "gpu_budget_gb": gpu_budget_gb,
-                "host_budget_gb": host_budget_gb, "tokens_per_s": tokens_per_s, "trials": trials, "seed": seed,
+                "host_budget_gb": host_budget_gb, "tokens_per_s": tokens_per_s, "chips": chips,
+                "trials": trials, "seed": seed,
                 "knobs": start.model_dump(mode="json", include=named),
             },
             where="the search",
@@ -181,7 +191,7 @@ class _Search:
             self._settle()
         except _Cancelled:
             cancelled = True
-            self._last()
+            self._leader(lambda: None)
         trials = judge(self.settings, self.trials)
         best = next((t for t in trials if t.verdict == "best"), None)
         if best is not None:
@@ -345,12 +355,15 @@ class _Search:
 
     def _settle(self) -> None:
         """Find the best plan for good, and try its neighbours for the reasons; one of them may be better still."""
-        asked = set()
-        while (best := self._finals()) is not None and best not in asked:
+        asked: set[int | None] = {None}
+        best = self._leader(self._check)
+        while best not in asked:
             asked.add(best)
             for move in self.space.moves(self.point_of(best)):
                 if len(self.trials) < self.settings.trials:
                     self.at(move)
+            if (best := self._leader(self._check)) in asked:
+                best = self._finals()
 
     def _finals(self) -> int | None:
         """Simulate the best plans, the planner's, and some of the Pareto set with their own buckets and micro-batches;
@@ -358,7 +371,7 @@ class _Search:
         the best only there come too."""
         objective = self.settings.objective
         enough = ranked(self.settings, self.trials)
-        chosen = {t.number: None for t in [*self.trials[:1], *enough[:FINALISTS]] if t.ran}
+        chosen = {t.number: None for t in enough[:FINALISTS]}
         if enough and "bucket_mb" in self.space.values:
             best = _but_for_buckets(enough[0].plan)
             alike = [t.number for t in enough if _but_for_buckets(t.plan) == best]
@@ -368,12 +381,18 @@ class _Search:
         for number in chosen:
             self._check()
             self._exactly(number)
-        return self._last()
+        return self._leader(self._check)
 
-    def _last(self) -> int | None:
-        """Simulate the planner's plan exactly, and the best one until it is; return the best one's number."""
-        if self.trials[0].ran:
-            self._exactly(0)
+    def _leader(self, check: Callable[[], None]) -> int | None:
+        """Simulate the planner's plan exactly, the best few, and whatever is best then; return the number of the best.
+
+        Args:
+            check: called before each simulation; raises where the search is to end.
+        """
+        first = [t.number for t in self.trials[:1] if t.ran]
+        for number in [*first, *(t.number for t in ranked(self.settings, self.trials)[:LEADERS])]:
+            check()
+            self._exactly(number)
         while (enough := ranked(self.settings, self.trials)) and not enough[0].exact:
             self._exactly(enough[0].number)  # a quick simulation that was too good: the first must be an exact one
         return enough[0].number if enough else None
@@ -397,6 +416,12 @@ class _Search:
                 f"{plan.accumulation}: {plan.tokens_per_step:,} tokens per step in micro-batches of "
                 f"{plan.micro_batch} x {plan.seq_len:,}"
             )
+        if plan.chips > 1:
+            group = plan.sequence_parallel
+            sharing = f"{plan.chips} chips, of which {group} share{'s' * (group == 1)} a sequence"
+            for name in ("data_parallel", "sequence_parallel"):
+                if name not in self.settings.knobs:
+                    reasons[name] = f"{getattr(plan, name)}: {sharing}"
         point = next((p for p, n in self.points.items() if n == best.number), None)
         for i, (name, values) in enumerate(self.space.values.items()):
             if point is None or name in fixed:
@@ -430,6 +455,8 @@ def _but_for_buckets(plan: Plan) -> tuple[Any, ...]:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{len(value)} layers {next(iter(value.values()))}" if value else "none"
     if isinstance(value, tuple):
         return f"{len(value)} blocks" if value else "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

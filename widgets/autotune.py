@@ -182,6 +182,9 @@ class Autotune(W.VBox):  # type: ignore[misc]
             plan, session = self._tuner.session.plan, self._tuner.session
             if session.why_fixed("micro_batch"):
                 arguments["micro_batch"] = plan.micro_batch  # the Tuner could not show any other
+            if plan.chips > 1 or session.hardware.interconnect is not None:
+                arguments["data_parallel"] = plan.data_parallel  # as with the micro-batch
+                arguments["sequence_parallel"] = plan.sequence_parallel
             if plan.compile_blocks:
                 arguments["compile_blocks"] = True  # a person's choice, not the search's
         return arguments

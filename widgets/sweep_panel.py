@@ -54,7 +54,7 @@ class SweepPanel(W.VBox):  # type: ignore[misc]
         self.view: SweepView | None = None
         self.messages = Messages()
         self._guard = guard = Guard(self.messages)
-        self._starts = Latest(guard(lambda _: self.run()), REST_S)
+        self._starts = Latest(guard(lambda _: self.run(), keep=True), REST_S)
         titles = [(axis.title, name) for name, axis in AXES.items()]
 
         def menu(text: str, options: Any, value: Any, width: str, label: str) -> W.Dropdown:
@@ -77,10 +77,10 @@ class SweepPanel(W.VBox):  # type: ignore[misc]
             control.observe(lambda _: self._changed(), names="value")
         self.cell = {
             way: W.Dropdown(
-                options=[], description=way, layout=W.Layout(width="190px", margin="0 6px 0 0", display="none"),
-                style={"description_width": "initial"},
+                options=[("", None)], description=text, style={"description_width": "initial"},
+                layout=W.Layout(width=width, margin="0 6px 0 0", display="none"),
             )
-            for way in ("x", "y")
+            for way, text, width in (("x", "Point across", "180px"), ("y", "up", "120px"))
         }  # fmt: skip
         for control in self.cell.values():
             control.observe(guard(lambda _: self._pointed(), keep=True), names="value")
@@ -168,9 +168,11 @@ class SweepPanel(W.VBox):  # type: ignore[misc]
 
     def _changed(self) -> None:
         if not self._quiet:
+            self.messages.clear()
             self._starts.put(now=True)
 
     def _take_usual(self, x: str, y: str) -> None:
+        self.messages.clear()
         self._quiet = True
         try:
             self.x.value, self.y.value = x, y
@@ -259,7 +261,7 @@ class SweepPanel(W.VBox):  # type: ignore[misc]
             for (way, control), title, labels in zip(
                 self.cell.items(), (view.x_title, view.y_title), (view.x_labels, view.y_labels), strict=True
             ):
-                control.description = title
+                control.tooltip = title
                 control.options = [(label, i) for i, label in enumerate(labels)]
                 control.value = (view.best or view.own)[0 if way == "x" else 1]
                 control.layout.display = None

@@ -97,6 +97,16 @@ def test_compare_from_the_tuner(new_page: Callable[..., Any]) -> None:
     p.locator(".so-compare button:has-text('Load this point')").focus()
     p.keyboard.press("Enter")
     page.until_text(".so-compare .so-msg.good", "Undo there takes it back")
+    # The figure of the other page was not there meanwhile, and has the last plan when it is again.
+    p.click(".so-compare button:has-text('Side by side')")
+    p.wait_for_selector(".so-compare .js-plotly-plot .bars .point path", state="attached", timeout=20_000)
+    p.locator(".so-tuner .noUi-handle[aria-label='Retained']").first.focus()
+    drawn = """() => document.querySelector('.so-compare .js-plotly-plot')._fullData.map(
+        t => Array.from((t.x || {})._inputArray || t.x || []).reduce((a, b) => a + b, 0)).join()"""
+    before = p.evaluate(drawn)
+    for _ in range(6):
+        p.keyboard.press("ArrowRight")
+    p.wait_for_function(f"old => ({drawn})() !== old", arg=before, timeout=20_000)
     assert not unnamed(page, ".so-compare"), unnamed(page, ".so-compare")
     page.check_clean()
 

@@ -270,7 +270,7 @@ def test_a_cell_is_chosen_by_click_and_by_menu(compare: Compare) -> None:
     panel.wait(60)
     assert panel.view is not None and panel.sweep is not None and panel.figure is not None
     assert panel.point == panel.view.best, "the menus stand on the best one"
-    assert [c.description for c in panel.cell.values()] == [panel.view.x_title, panel.view.y_title]
+    assert [c.tooltip for c in panel.cell.values()] == [panel.view.x_title, panel.view.y_title]
     seen: list[Plan] = []
     panel.observe(lambda change: seen.append(change["new"]), names="chosen")
     click_cell(panel, 1, 2)
