@@ -19,7 +19,7 @@ from superoffload.config import library_versions
 from superoffload.errors import InputError, did_you_mean
 from superoffload.memory import Place, ledger
 from superoffload.plan import Plan
-from superoffload.planner_pace import Pace, seconds_of
+from superoffload.planner_pace import Pace
 from superoffload.profile_scaling import rescale
 from superoffload.profiler import Profile
 from superoffload.search_asked import given_chips, sequences_per_step, start_batch, within
@@ -165,6 +165,8 @@ class _Search:
         """Point -> number of its trial; several points may be the same plan."""
         self.seconds: dict[tuple[Any, ...], float] = {}
         """Plan of a quick simulation -> seconds."""
+        self.between: dict[tuple[Any, ...], float] = {}
+        """`_between` of a plan -> seconds of a micro-batch that is neither the first nor the last."""
         self.best = 0
         self.cancel: Callable[[], bool] = lambda: False
         self.progress: Callable[[int, int, Trial | None], None] = lambda done, total, best: None
@@ -277,8 +279,20 @@ class _Search:
         quick = Pace(profile).coarse(plan, QUICK_BUCKETS)
         key = plan_key(quick)
         if key not in self.seconds:
-            self.seconds[key] = seconds_of(profile, quick)
+            self.seconds[key] = self._few(profile, quick)
         return self.seconds[key]
+
+    def _few(self, profile: Profile, plan: Plan) -> float:
+        """Seconds of a step, simulated with two micro-batches and, where it is not known from another plan, one more
+        for what each of the others takes."""
+        if plan.accumulation <= 3:
+            return simulator.step_seconds(profile, plan)
+        two = simulator.step_seconds(profile, plan.model_copy(update={"accumulation": 2}))
+        key = _between(plan)
+        if key not in self.between:
+            three = simulator.step_seconds(profile, plan.model_copy(update={"accumulation": 3}))
+            self.between[key] = three - two
+        return two + (plan.accumulation - 2) * self.between[key]
 
     # Which plans are tried
 
@@ -355,9 +369,9 @@ class _Search:
 
     def _settle(self) -> None:
         """Find the best plan for good, and try its neighbours for the reasons; one of them may be better still."""
-        asked: set[int | None] = {None}
+        asked: set[int] = set()
         best = self._leader(self._check)
-        while best not in asked:
+        while best is not None and best not in asked:
             asked.add(best)
             for move in self.space.moves(self.point_of(best)):
                 if len(self.trials) < self.settings.trials:
@@ -448,6 +462,18 @@ class _Search:
         pair = [self._timed(t, self._quickly(self.space.task.of(t.plan), t.plan), exact=False) for t in (other, best)]
         told = difference(*pair)
         return "no different" if told == SAME else told
+
+
+OF_THE_LAST = frozenset({"speculate", "undo", "undo_buckets", "adam_threads", "cast_up", "accumulation"})
+"""Fields that only matter once the last micro-batch's gradients come."""
+OF_GRADIENTS = frozenset({"bucket_mb", "retained_buckets", "master", "cast_down"})
+"""And those that do so where gradients wait on the GPU."""
+
+
+def _between(plan: Plan) -> tuple[Any, ...]:
+    """What a micro-batch in the middle of a step depends on."""
+    no_matter = OF_THE_LAST if plan.accumulate_on == "cpu" else OF_THE_LAST | OF_GRADIENTS
+    return tuple(part for name, part in zip(Plan.knobs(), plan_key(plan), strict=True) if name not in no_matter)
 
 
 def _but_for_buckets(plan: Plan) -> tuple[Any, ...]:

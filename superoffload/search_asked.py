@@ -73,8 +73,10 @@ def given_chips(profile: Profile, asked: int | None, given: dict[str, Any]) -> d
         return {"sequence_parallel": group, "data_parallel": groups}
     if group is None and groups is None:
         group = profile.sequence_parallel if chips % profile.sequence_parallel == 0 else 1
-    group = group if group is not None else chips // groups
-    groups = groups if groups is not None else chips // group
+    if group is None:
+        group = max(1, chips // (groups or 1))
+    if groups is None:
+        groups = max(1, chips // group)
     if group * groups != chips:
         told = ", ".join(f"{k} = {given[k]}" for k in ("data_parallel", "sequence_parallel") if k in given)
         raise InputError(f"chips = {chips} with {told}", expected="chips = data_parallel x sequence_parallel")

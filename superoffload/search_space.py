@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -248,7 +248,9 @@ def _mixes(task: Task) -> Sequence[Mix]:
 def _place_mix(task: Task, plan: Plan, name: str, value: Mix) -> Plan:
     """Evenly spread, as the planner spreads them."""
     policy, count = value
-    by_block = {} if policy == plan.activations else dict.fromkeys(evenly(_layer_blocks(task), count), policy)
+    by_block: Mapping[int, str] = (
+        {} if policy == plan.activations else dict.fromkeys(evenly(_layer_blocks(task), count), policy)
+    )
     if value == _read_mix(task, task.start, name) and plan.activations == task.start.activations:
         by_block = task.start.activations_by_block
     return plan.model_copy(update={name: by_block})

@@ -107,7 +107,7 @@ def test_lanes_count_one_step_of_each_trace() -> None:
 
 def test_an_unknown_name_names_the_others() -> None:
     with pytest.raises(so.InputError, match='did you mean "clipped"') as caught:
-        so.load_measured("cliped")
+        so.load_measured("clippd")
     assert caught.value.expected == f"one of {', '.join(NAMES)}"
 
 
