@@ -27,6 +27,8 @@ _HOME = {
     "make_plan": "planner",
     "search": "autotune",
     "simulate": "simulator",
+    "measured_steps": "measured_step",
+    "load_measured": "measured_step",
     "calibrate": "calibration",
     "OffloadAdamW": "engine",
     "chunked_cross_entropy": "engine",
@@ -42,6 +44,7 @@ _HOME = {
     "Ledger": "memory",
     "SearchResult": "search_result",
     "Trace": "tracing",
+    "MeasuredStep": "measured_step",
     "Calibration": "calibration",
     "ProfilerSummary": "profiler_events",
     "TunedConfig": "config",
@@ -75,6 +78,7 @@ if TYPE_CHECKING:
     )
     from superoffload.hardware import Hardware
     from superoffload.integrations.tensorboard import to_tensorboard
+    from superoffload.measured_step import MeasuredStep, load_measured, measured_steps
     from superoffload.memory import Ledger
     from superoffload.model import ModelSpec
     from superoffload.plan import Plan
@@ -94,6 +98,7 @@ __all__ = [
     "Hardware",
     "InputError",
     "Ledger",
+    "MeasuredStep",
     "MissingDependency",
     "ModelRef",
     "ModelSpec",
@@ -113,7 +118,9 @@ __all__ = [
     "chunked_cross_entropy",
     "estimate",
     "hardware",
+    "load_measured",
     "make_plan",
+    "measured_steps",
     "model",
     "profile",
     "read_profile",

@@ -19,10 +19,10 @@ from superoffload.config import library_versions
 from superoffload.errors import InputError, did_you_mean
 from superoffload.memory import Place, ledger
 from superoffload.plan import Plan
-from superoffload.planner_pace import Pace, seconds_of
+from superoffload.planner_pace import Pace
 from superoffload.profile_scaling import rescale
 from superoffload.profiler import Profile
-from superoffload.search_asked import sequences_per_step, start_batch, within
+from superoffload.search_asked import given_chips, sequences_per_step, start_batch, within
 from superoffload.search_result import (
     OBJECTIVES,
     SAME,
@@ -42,6 +42,8 @@ from superoffload.units import TERA
 FINALISTS = 8
 """So many of the best plans are simulated with their own buckets; as many again of those that differ in the bucket size
 alone, and of the Pareto set those nearest to the objective."""
+LEADERS = 4
+"""So many of the best are, whenever the search asks which is the best."""
 SETTLING = 80
 """Trials kept back (a quarter at most) for the neighbours of the best plan, which give the reasons for its values."""
 QUICK_BUCKETS = 64
@@ -63,10 +65,12 @@ def search(
     gpu_budget_gb: float | None = None,
     host_budget_gb: float | None = None,
     tokens_per_s: float | None = None,
+    chips: int | None = None,
     trials: int = 1000,
     seed: int = 0,
     cancel: Cancel | None = None,
     progress: Callable[[int, int, Trial | None], None] | None = None,
+    tried: Callable[[Trial], None] | None = None,
     **knobs: Any,
 ) -> SearchResult:
     """Try many plans and keep each with its verdict.
@@ -79,10 +83,14 @@ def search(
             micro-batch (or that given) times the accumulation given. `"free"`: any micro-batch, and steps of any size.
         gpu_budget_gb, host_budget_gb: decimal GB; omitted, what the machine has.
         tokens_per_s: the least throughput, for the memory objectives.
+        chips: Superchips that are used, of those that the profile's hardware has; omitted, all. How many share a
+            sequence is searched, unless it or `data_parallel` is given.
         trials: how many plans are tried at most.
         seed: the same seed gives the same result.
-        cancel: an Event, or a function that returns True, asked between trials: the search then returns what it has.
+        cancel: an Event, or a function that returns True, asked between trials: the search then returns what it has,
+            with the best plan simulated exactly.
         progress: called after each trial with (trials done, trials at most, the best so far or None).
+        tried: called with each plan when it has been tried, before the others have given it its verdict.
         knobs: plan fields that stay as given, as for `make_plan`.
 
     Returns:
@@ -104,8 +112,8 @@ def search(
             expected="tokens_per_s with gpu_memory and host_memory, and only there",
         )
     given = {name: value for name, value in knobs.items() if value is not None}
-    run = _Search(profile, objective, tokens, gpu_budget_gb, host_budget_gb, tokens_per_s, trials, seed, given)
-    return run.go(cancel, progress)
+    run = _Search(profile, objective, tokens, gpu_budget_gb, host_budget_gb, tokens_per_s, chips, trials, seed, given)
+    return run.go(cancel, progress, tried)
 
 
 class _Cancelled(Exception):
@@ -121,22 +129,27 @@ class _Search:
         gpu_budget_gb: float | None,
         host_budget_gb: float | None,
         tokens_per_s: float | None,
+        chips: int | None,
         trials: int,
         seed: int,
         given: dict[str, Any],
     ):
         self.asked = profile
         profile = within(profile, gpu_budget_gb, host_budget_gb)
-        chips = planner.arranged(profile, given)
-        profile = rescale(profile, seq_len=given.get("seq_len"), sequence_parallel=chips["sequence_parallel"])
-        sequences = sequences_per_step(profile, tokens, given, chips["data_parallel"])
-        start = planner.make_plan(profile, check=False, **start_batch(profile, sequences, given), **given)
+        used = given_chips(profile, chips, given)
+        profile = rescale(profile, seq_len=given.get("seq_len"), sequence_parallel=used["sequence_parallel"])
+        alone = sequences_per_step(profile, tokens, given, used["data_parallel"])
+        # What the planner would do by itself it shall give its reasons for.
+        asked = {**given, **({} if used == planner.arranged(profile, given) else used)}
+        start = planner.make_plan(profile, check=False, **start_batch(profile, alone, given), **asked)
+        sequences = None if alone is None else alone * used["data_parallel"]
         named = {{"flow": "flow_blocks", "buckets": "bucket_mb"}.get(name, name) for name in given}
         fixed = named | ({"micro_batch"} if sequences is not None and "accumulation" in given else set())
         self.settings = SearchSettings.from_dict(
             {
                 "objective": objective, "tokens": tokens, "gpu_budget_gb": gpu_budget_gb,
-                "host_budget_gb": host_budget_gb, "tokens_per_s": tokens_per_s, "trials": trials, "seed": seed,
+                "host_budget_gb": host_budget_gb, "tokens_per_s": tokens_per_s, "chips": chips,
+                "trials": trials, "seed": seed,
                 "knobs": start.model_dump(mode="json", include=named),
             },
             where="the search",
@@ -152,14 +165,22 @@ class _Search:
         """Point -> number of its trial; several points may be the same plan."""
         self.seconds: dict[tuple[Any, ...], float] = {}
         """Plan of a quick simulation -> seconds."""
+        self.between: dict[tuple[Any, ...], float] = {}
+        """`_between` of a plan -> seconds of a micro-batch that is neither the first nor the last."""
         self.best = 0
         self.cancel: Callable[[], bool] = lambda: False
         self.progress: Callable[[int, int, Trial | None], None] = lambda done, total, best: None
+        self.tried: Callable[[Trial], None] = lambda trial: None
 
-    def go(self, cancel: Cancel | None, progress: Callable[[int, int, Trial | None], None] | None) -> SearchResult:
+    def go(
+        self,
+        cancel: Cancel | None,
+        progress: Callable[[int, int, Trial | None], None] | None,
+        tried: Callable[[Trial], None] | None,
+    ) -> SearchResult:
         if cancel is not None:
             self.cancel = cancel.is_set if isinstance(cancel, threading.Event) else cancel
-        self.progress = progress or self.progress
+        self.progress, self.tried = progress or self.progress, tried or self.tried
         whole = self.space.size <= self.settings.trials
         cancelled = False
         self.points[self.space.start] = self.trial(self.start)  # also of a search that is cancelled at once
@@ -172,7 +193,7 @@ class _Search:
             self._settle()
         except _Cancelled:
             cancelled = True
-            self._finals()
+            self._leader(lambda: None)
         trials = judge(self.settings, self.trials)
         best = next((t for t in trials if t.verdict == "best"), None)
         if best is not None:
@@ -200,8 +221,7 @@ class _Search:
         key = plan_key(plan)
         if key in self.numbers:
             return self.numbers[key]
-        if self.trials and self.cancel():
-            raise _Cancelled
+        self._check()
         number = self.numbers[key] = len(self.trials)
         plan = plan.model_copy(update={"reasons": {}})
         trial, over = self._try(number, plan)
@@ -209,9 +229,14 @@ class _Search:
         self.scores.append(self._score(trial, over))
         if self.scores[number] < self.scores[self.best]:
             self.best = number
+        self.tried(trial)
         best = self.trials[self.best]
         self.progress(number + 1, self.settings.trials, best if best.ran else None)
         return number
+
+    def _check(self) -> None:
+        if self.trials and self.cancel():
+            raise _Cancelled
 
     def _try(self, number: int, plan: Plan) -> tuple[Trial, int]:
         """Try a plan; also return how many bytes it is over the budgets."""
@@ -254,8 +279,20 @@ class _Search:
         quick = Pace(profile).coarse(plan, QUICK_BUCKETS)
         key = plan_key(quick)
         if key not in self.seconds:
-            self.seconds[key] = seconds_of(profile, quick)
+            self.seconds[key] = self._few(profile, quick)
         return self.seconds[key]
+
+    def _few(self, profile: Profile, plan: Plan) -> float:
+        """Seconds of a step, simulated with two micro-batches and, where it is not known from another plan, one more
+        for what each of the others takes."""
+        if plan.accumulation <= 3:
+            return simulator.step_seconds(profile, plan)
+        two = simulator.step_seconds(profile, plan.model_copy(update={"accumulation": 2}))
+        key = _between(plan)
+        if key not in self.between:
+            three = simulator.step_seconds(profile, plan.model_copy(update={"accumulation": 3}))
+            self.between[key] = three - two
+        return two + (plan.accumulation - 2) * self.between[key]
 
     # Which plans are tried
 
@@ -310,6 +347,7 @@ class _Search:
             plan = plan.model_copy(update={"flow_blocks": (), "retained_buckets": 0})
             if (key := plan_key(plan)) in found:
                 continue
+            self._check()
             profile = self.space.task.of(plan)
             one, two = (
                 graph.build(
@@ -331,12 +369,15 @@ class _Search:
 
     def _settle(self) -> None:
         """Find the best plan for good, and try its neighbours for the reasons; one of them may be better still."""
-        asked = set()
-        while (best := self._finals()) is not None and best not in asked:
+        asked: set[int] = set()
+        best = self._leader(self._check)
+        while best is not None and best not in asked:
             asked.add(best)
             for move in self.space.moves(self.point_of(best)):
                 if len(self.trials) < self.settings.trials:
                     self.at(move)
+            if (best := self._leader(self._check)) in asked:
+                best = self._finals()
 
     def _finals(self) -> int | None:
         """Simulate the best plans, the planner's, and some of the Pareto set with their own buckets and micro-batches;
@@ -344,7 +385,7 @@ class _Search:
         the best only there come too."""
         objective = self.settings.objective
         enough = ranked(self.settings, self.trials)
-        chosen = {t.number: None for t in [*self.trials[:1], *enough[:FINALISTS]] if t.ran}
+        chosen = {t.number: None for t in enough[:FINALISTS]}
         if enough and "bucket_mb" in self.space.values:
             best = _but_for_buckets(enough[0].plan)
             alike = [t.number for t in enough if _but_for_buckets(t.plan) == best]
@@ -352,6 +393,19 @@ class _Search:
         nearest = sorted(front(enough), key=lambda t: order(objective, t))
         chosen |= {t.number: None for t in nearest[:FINALISTS]}
         for number in chosen:
+            self._check()
+            self._exactly(number)
+        return self._leader(self._check)
+
+    def _leader(self, check: Callable[[], None]) -> int | None:
+        """Simulate the planner's plan exactly, the best few, and whatever is best then; return the number of the best.
+
+        Args:
+            check: called before each simulation; raises where the search is to end.
+        """
+        first = [t.number for t in self.trials[:1] if t.ran]
+        for number in [*first, *(t.number for t in ranked(self.settings, self.trials)[:LEADERS])]:
+            check()
             self._exactly(number)
         while (enough := ranked(self.settings, self.trials)) and not enough[0].exact:
             self._exactly(enough[0].number)  # a quick simulation that was too good: the first must be an exact one
@@ -376,6 +430,12 @@ class _Search:
                 f"{plan.accumulation}: {plan.tokens_per_step:,} tokens per step in micro-batches of "
                 f"{plan.micro_batch} x {plan.seq_len:,}"
             )
+        if plan.chips > 1:
+            group = plan.sequence_parallel
+            sharing = f"{plan.chips} chips, of which {group} share{'s' * (group == 1)} a sequence"
+            for name in ("data_parallel", "sequence_parallel"):
+                if name not in self.settings.knobs:
+                    reasons[name] = f"{getattr(plan, name)}: {sharing}"
         point = next((p for p, n in self.points.items() if n == best.number), None)
         for i, (name, values) in enumerate(self.space.values.items()):
             if point is None or name in fixed:
@@ -404,11 +464,25 @@ class _Search:
         return "no different" if told == SAME else told
 
 
+OF_THE_LAST = frozenset({"speculate", "undo", "undo_buckets", "adam_threads", "cast_up", "accumulation"})
+"""Fields that only matter once the last micro-batch's gradients come."""
+OF_GRADIENTS = frozenset({"bucket_mb", "retained_buckets", "master", "cast_down"})
+"""And those that do so where gradients wait on the GPU."""
+
+
+def _between(plan: Plan) -> tuple[Any, ...]:
+    """What a micro-batch in the middle of a step depends on."""
+    no_matter = OF_THE_LAST if plan.accumulate_on == "cpu" else OF_THE_LAST | OF_GRADIENTS
+    return tuple(part for name, part in zip(Plan.knobs(), plan_key(plan), strict=True) if name not in no_matter)
+
+
 def _but_for_buckets(plan: Plan) -> tuple[Any, ...]:
     return plan_key(plan.model_copy(update={"bucket_mb": 1.0, "retained_buckets": 0}))
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{len(value)} layers {next(iter(value.values()))}" if value else "none"
     if isinstance(value, tuple):
         return f"{len(value)} blocks" if value else "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

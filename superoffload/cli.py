@@ -100,9 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
         _model_arguments(sub, required=False)
         sub.add_argument("--profile", metavar="FILE", help="plan for this profile instead of --model")
         sub.add_argument("--gpu-budget-gb", type=_positive_float, metavar="GB", help="plan as if the GPU had this much")
-        sub.add_argument("--chips", type=_positive_int, metavar="N", help="plan for N such Superchips (modelled only)")
-        sub.add_argument("--sequence-parallel", type=_positive_int, metavar="N", help="chips that share each sequence")
-        sub.add_argument("--data-parallel", type=_positive_int, metavar="N", help="groups with sequences of their own")
+        _chip_arguments(sub)
         sub.add_argument(
             "--set",
             action="append",
@@ -118,6 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub = command("search", searching.search, "try many plans, show the best ones and why, and measure some of them")
     _model_arguments(sub, required=False)
     sub.add_argument("--profile", metavar="FILE", help="search for this profile instead of --model")
+    _chip_arguments(sub)
     sub.add_argument(
         "--tokens", type=searching.tokens, metavar="N", help="tokens per optimizer step, or free: of any size"
     )
@@ -182,6 +181,12 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", default="demo-out", metavar="FOLDER", help="where the results go (default: demo-out)")
     sub.add_argument("--steps", type=_positive_int, help="training steps")
     return parser
+
+
+def _chip_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--chips", type=_positive_int, metavar="N", help="plan for N such Superchips (modelled only)")
+    sub.add_argument("--sequence-parallel", type=_positive_int, metavar="N", help="chips that share each sequence")
+    sub.add_argument("--data-parallel", type=_positive_int, metavar="N", help="groups with sequences of their own")
 
 
 def _model_arguments(sub: argparse.ArgumentParser, *, required: bool) -> None:

@@ -238,13 +238,20 @@ def _joined(machine: Hardware, chips: int | None) -> Hardware:
     return hw.joined(machine, chips)
 
 
-def _chips(args: argparse.Namespace, prof: Profile, knobs: dict[str, Any]) -> dict[str, Any]:
-    """The plan's fields as the options for several chips give them: `--chips` fixes their product."""
+def _chip_knobs(args: argparse.Namespace, knobs: dict[str, Any]) -> dict[str, Any]:
+    """The plan's fields with those that the options for several chips give."""
+    found = dict(knobs)
     for field in ("data_parallel", "sequence_parallel"):
         if (value := getattr(args, field)) is not None:
             if field in knobs:
                 raise InputError(f"--set {field} and --{field.replace('_', '-')} are both given")
-            knobs[field] = value
+            found[field] = value
+    return found
+
+
+def _chips(args: argparse.Namespace, prof: Profile, knobs: dict[str, Any]) -> dict[str, Any]:
+    """The plan's fields as the options for several chips give them: `--chips` fixes their product."""
+    knobs = _chip_knobs(args, knobs)
     if args.chips is None:
         return knobs
     there = prof.hardware.interconnect.chips if prof.hardware.interconnect else 1

@@ -14,7 +14,7 @@ from typing import Any
 from superoffload import cli_planning as planning
 from superoffload.cli_running import machine_notes, require_torch
 from superoffload.errors import DoesNotFit, InputError
-from superoffload.plan import Plan
+from superoffload.plan import Plan, check_one_chip
 from superoffload.profiler import Profile
 from superoffload.progress import progress_bar
 from superoffload.search_result import SearchResult, Trial, gigabytes
@@ -24,13 +24,15 @@ ROWS = 12
 """Plans of the Pareto set that are shown."""
 COLUMNS = ("micro_batch", "accumulation", "activations", "retained_buckets", "flow_blocks", "master", "speculate")
 """Fields in the table; the plan of the best is shown whole below it."""
+CHIPS = ("data_parallel", "sequence_parallel")
+"""And where there are several chips."""
 
 
 def search(args: argparse.Namespace) -> dict[str, Any]:
     """``superoffload search``: exit code 2 where no plan meets the budgets; what was tried is written all the same."""
     from superoffload import autotune
 
-    knobs = planning._knobs(args.set)
+    knobs = planning._chip_knobs(args, planning._knobs(args.set))
     args.compile_blocks = bool(knobs.get("compile_blocks"))  # a model that is measured here is measured so
     prof = _profile(args)
     if args.micro_batch is not None:
@@ -43,6 +45,7 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
             gpu_budget_gb=args.gpu_gb,
             host_budget_gb=args.host_gb,
             tokens_per_s=args.tokens_per_s,
+            chips=args.chips,
             trials=args.trials,
             seed=args.seed,
             cancel=stop,
@@ -50,6 +53,7 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
             **knobs,
         )
     if args.measure and found.best is not None:
+        check_one_chip(found.best.plan)
         found = _measure(found, args.measure)
     planning._save(found.save, args.out, "search")
     best = found.winner
@@ -59,6 +63,8 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
         raise DoesNotFit(f"{why}, {near.reason}", remedy="Allow more memory or fewer tokens/s, or fix fewer fields")
     for line in _lines(found, best):
         print(line)
+    if best.plan.chips > 1:
+        print(f"note: superoffload train refuses it: the engine trains on one chip, the plan is for {best.plan.chips}")
     if args.config:
         planning._save(_tuned(found, best, args.source).save, args.config, "tuned config")
     return {
@@ -138,8 +144,9 @@ def _lines(found: SearchResult, best: Trial) -> list[str]:
     what = f"{found.profile.model} on {found.profile.hardware.name} (modelled): {len(found.trials)} plans tried"
     lines = [f"{what}, {how}{', stopped early' if found.cancelled else ''}: {counts}"]
     lines += ["", "no other plan beats these in tokens/s, GPU and host memory at once:"]
-    rows = [["", "tokens/s", "MFU", "GPU GB", "host GB", *COLUMNS]]
-    rows += [_row(t, best) for t in _spread(found.pareto, best)]
+    columns = (*(CHIPS if best.plan.chips > 1 else ()), *COLUMNS)
+    rows = [["", "tokens/s", "MFU", "GPU GB", "host GB", *columns]]
+    rows += [_row(t, best, columns) for t in _spread(found.pareto, best)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines += ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     if len(found.pareto) > ROWS:
@@ -169,12 +176,20 @@ def _spread(kept: tuple[Trial, ...], best: Trial) -> list[Trial]:
     return [t for i, t in enumerate(kept) if i in chosen or t.number == best.number]
 
 
-def _row(trial: Trial, best: Trial) -> list[str]:
+def _row(trial: Trial, best: Trial, columns: tuple[str, ...]) -> list[str]:
     plan = trial.plan
-    values = [len(v) if isinstance(v := getattr(plan, name), tuple) else v for name in COLUMNS]
+    values = [_cell(plan, name) for name in columns]
     return [f"{'* ' if trial.number == best.number else ''}#{trial.number}", f"{trial.tokens_per_s:,.0f}",
             f"{trial.mfu:.1%}" if trial.mfu else "n/a", gigabytes(trial.gpu_bytes), gigabytes(trial.host_bytes),
             *map(str, values)]  # fmt: skip
+
+
+def _cell(plan: Plan, name: str) -> Any:
+    value = getattr(plan, name)
+    if name == "activations" and plan.activations_by_block:
+        others = list(plan.activations_by_block.values())
+        return f"{value}, {len(others)} {others[0]}"
+    return len(value) if isinstance(value, tuple) else value
 
 
 def _summary(trial: Trial) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING
 
-from superoffload.units import format_bytes, format_count, format_seconds
+from superoffload.units import format_bytes, format_count, format_off, format_seconds
 
 if TYPE_CHECKING:
+    from superoffload.measured_step import MeasuredStep
     from superoffload.plan import Plan
     from superoffload.profiler import BlockProfile, Profile
     from superoffload.profiler_events import ProfilerSummary
@@ -83,6 +84,23 @@ def profiler_html(summary: ProfilerSummary) -> str:
         runs = [[k.name, str(k.calls), format_seconds(k.total_s)] for k in summary.kernels[:SHOWN_OPERATORS]]
         parts.append(_table("Kernels", ("kernel", "runs", "together"), runs))
     return "".join(parts)
+
+
+def measured_step_html(step: MeasuredStep) -> str:
+    """What was run where, and each lane beside the prediction."""
+    from superoffload.tracing import LANE_TITLES
+
+    measured_s, modelled_s = step.trace.step_s, step.predicted().step_s
+    rows = [["step", format_seconds(measured_s), format_seconds(modelled_s), format_off(modelled_s, measured_s)]]
+    rows += [
+        [LANE_TITLES[x.lane] + " busy", format_seconds(x.measured_s), format_seconds(x.modelled_s),
+         format_off(x.modelled_s, x.measured_s) if x.measured_s else ""]
+        for x in step.lanes()
+        if x.measured_s or x.modelled_s
+    ]  # fmt: skip
+    where = ", ".join(f"{k} {v}" for k, v in step.machine.items())
+    table = _table(step.title, ("", "measured", "modelled", "model off"), rows)
+    return f"{table}<p>{html.escape(step.shows)}</p><p>Measured on {step.date}: {html.escape(where)}.</p>"
 
 
 def _title(blocks: Sequence[BlockProfile]) -> str:

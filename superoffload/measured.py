@@ -1,7 +1,8 @@
 """Measured and published numbers that the workshop shows beside the model's.
 
 The benchmark files stay in the repository (`benchmarks/results`) and are not part of an installed package; these few
-values are copied from them, and a test compares the two. Paper: SuperOffload, arXiv 2509.21271.
+values are copied from them, and a test compares the two. Whole steps with their timelines are in `measured_step`.
+Paper: SuperOffload, arXiv 2509.21271.
 """
 
 from __future__ import annotations
@@ -19,11 +20,6 @@ H200_STEP_S: dict[str, float] = {
 }
 """Seconds per step of a 3.14B Llama shape, 8,192 tokens, clipping on: each row adds to the one above
 (step_ablation_h200)."""
-
-H200_CLIPPING_S: dict[str, float] = {"speculated": 0.4884, "waited": 0.7195, "speculated and clipped": 0.7427}
-"""The same model, half of the buckets retained: seconds of a step that commits, of one that waits (every step of that
-run is clipped), and of the slowest in a run that clips every fourth, which is one that undoes and redoes (step_h200,
-step_ablation_h200, step_h200; different hours of a shared machine)."""
 
 H200_CAST_NS: dict[str, dict[str, float]] = {
     "down": {"cpu": 0.24988627433653032, "gpu": 0.2604098916060229, "fused": 0.19816201925254756},

@@ -53,6 +53,36 @@ def sequences_per_step(
     return sequences
 
 
+def given_chips(profile: Profile, asked: int | None, given: dict[str, Any]) -> dict[str, int]:
+    """How the planner's own plan uses the chips that the search may use: as given, else as the profile shares its
+    sequences.
+
+    Raises:
+        InputError: more chips than there are, or fields that do not make up that many.
+    """
+    hw = profile.hardware
+    there = hw.interconnect.chips if hw.interconnect else 1
+    chips = there if asked is None else asked
+    if not 1 <= chips <= there:
+        raise InputError(
+            f"chips = {chips}", expected=f"1 to {there}, which {hw.name} has",
+            remedy=None if hw.interconnect else 'Estimate for several: so.hardware.preset("gh200-quad-x8"), --chips 8',
+        )  # fmt: skip
+    group, groups = given.get("sequence_parallel"), given.get("data_parallel")
+    if group is not None and groups is not None and asked is None:
+        return {"sequence_parallel": group, "data_parallel": groups}
+    if group is None and groups is None:
+        group = profile.sequence_parallel if chips % profile.sequence_parallel == 0 else 1
+    if group is None:
+        group = max(1, chips // (groups or 1))
+    if groups is None:
+        groups = max(1, chips // group)
+    if group * groups != chips:
+        told = ", ".join(f"{k} = {given[k]}" for k in ("data_parallel", "sequence_parallel") if k in given)
+        raise InputError(f"chips = {chips} with {told}", expected="chips = data_parallel x sequence_parallel")
+    return {"sequence_parallel": group, "data_parallel": groups}
+
+
 def start_batch(profile: Profile, sequences: int | None, given: dict[str, Any]) -> dict[str, Any]:
     """The start plan's batch as far as it is not given: the profile's micro-batch, or a smaller one that divides."""
     if sequences is None:

@@ -75,6 +75,7 @@ class SearchSettings(Record):
     gpu_budget_gb: float | None = Field(default=None, gt=0)
     host_budget_gb: float | None = Field(default=None, gt=0)
     tokens_per_s: float | None = Field(default=None, gt=0)
+    chips: int | None = Field(default=None, ge=1)
     trials: int = Field(default=1000, ge=1)
     seed: int = Field(default=0, ge=0)
     knobs: dict[str, Any] = Field(default_factory=dict)

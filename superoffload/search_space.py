@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from superoffload import graph
+from superoffload.errors import InputError
+from superoffload.fitting import evenly
 from superoffload.loss_costs import can_chunk
-from superoffload.plan import CASTS, Plan
+from superoffload.plan import CASTS, Activations, Plan
 from superoffload.planner import MIN_BUCKETS
 from superoffload.planner_placement import open_policies
 from superoffload.planner_room import Room
@@ -23,6 +25,10 @@ MOST_SEQUENCES = 256
 """Largest micro-batch that is tried where the number of tokens per step is free."""
 MOST_BUCKETS = 1024
 """Smaller buckets than so many are not tried: four of them on the GPU take next to nothing already."""
+Mix = tuple[str, int]
+"""A policy, and how many layers have it instead of the others'."""
+MIXED_WITH: tuple[Activations, ...] = ("none", "selective")
+"""Policies that some layers may have where the others have a slower one."""
 SHARES = 32
 """Retained buckets are tried in steps of one part in so many."""
 
@@ -37,18 +43,19 @@ class Task:
     fixed: frozenset[str]
     """Fields that the user has set."""
     sequences: int | None
-    """Sequences per step; None where they are free."""
+    """Sequences per step, of all chips; None where they are free."""
 
-    profiles: dict[int, Profile] = field(default_factory=dict)
-    """For each micro-batch that was asked for."""
+    profiles: dict[tuple[int, int], Profile] = field(default_factory=dict)
+    """For each micro-batch and number of chips that share a sequence that was asked for."""
     ranges: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     """Plan without retained buckets -> fewest and most that the memory allows."""
 
     def of(self, plan: Plan) -> Profile:
-        """The profile for the plan's micro-batch."""
-        if plan.micro_batch not in self.profiles:
-            self.profiles[plan.micro_batch] = rescale(self.profile, micro_batch=plan.micro_batch)
-        return self.profiles[plan.micro_batch]
+        """The profile for the plan's micro-batch and for its part of a sequence."""
+        key = plan.micro_batch, plan.sequence_parallel
+        if key not in self.profiles:
+            self.profiles[key] = rescale(self.profile, micro_batch=key[0], sequence_parallel=key[1])
+        return self.profiles[key]
 
     @property
     def alone(self) -> bool:
@@ -88,23 +95,67 @@ class Axis:
     """The one value that makes sense beside the earlier axes, or None where the choice is open."""
 
 
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def _sharing(task: Task) -> list[int]:
+    """Numbers of chips that may share a sequence: the others then work on sequences of their own."""
+    chips, start = task.start.chips, task.start
+    if chips == 1 or "data_parallel" in task.fixed:
+        return [start.sequence_parallel]
+    found = []
+    for n in _divisors(chips):
+        groups = chips // n
+        if task.sequences is not None:
+            alone, rest = divmod(task.sequences, groups)
+            given = [getattr(start, f) for f in ("accumulation", "micro_batch") if f in task.fixed]
+            if rest or any(alone % value for value in given[:1]):
+                continue
+        try:
+            rescale(task.profile, sequence_parallel=n)
+        except InputError:  # heads or tokens that n does not divide, or a profile that was measured
+            continue
+        found.append(n)
+    return found
+
+
+def _alone(task: Task) -> list[int]:
+    """Sequences per step of one group of chips, for every way in which chips may share."""
+    return [(task.sequences or 0) * n // task.start.chips for n in _sharing(task)]
+
+
+def _batch(task: Task, plan: Plan, micro_batch: int) -> dict[str, int]:
+    """The batch with the largest micro-batch up to this one that divides a group's sequences."""
+    if task.sequences is None:
+        return {"micro_batch": micro_batch}
+    alone = task.sequences // plan.data_parallel
+    if "accumulation" in task.fixed:
+        micro_batch = alone // task.start.accumulation
+    elif "micro_batch" not in task.fixed:
+        micro_batch = max(n for n in _divisors(alone) if n <= micro_batch)
+    return {"micro_batch": micro_batch, "accumulation": alone // micro_batch}
+
+
+def _place_sharing(task: Task, plan: Plan, name: str, value: int) -> Plan:
+    plan = plan.model_copy(update={name: value, "data_parallel": task.start.chips // value})
+    return plan.model_copy(update=_batch(task, plan, plan.micro_batch))
+
+
 def _micro_batches(task: Task) -> Sequence[int]:
     if task.sequences is None:
         return [2**k for k in range(int(math.log2(MOST_SEQUENCES)) + 1)]
     if "accumulation" in task.fixed:
         return []
-    return [n for n in range(1, task.sequences + 1) if task.sequences % n == 0]
+    return sorted({n for alone in _alone(task) for n in _divisors(alone)})
 
 
 def _place_micro_batch(task: Task, plan: Plan, name: str, value: int) -> Plan:
-    changes = {name: value}
-    if task.sequences is not None:
-        changes["accumulation"] = task.sequences // value
-    return plan.model_copy(update=changes)
+    return plan.model_copy(update=_batch(task, plan, value))
 
 
 def _where_to_wait(task: Task) -> Sequence[str]:
-    never = task.sequences in (None, 1) or "micro_batch" in task.fixed
+    never = task.sequences is None or max(_alone(task)) == 1 or "micro_batch" in task.fixed
     return () if never and task.start.accumulation == 1 else ("gpu", "cpu")
 
 
@@ -129,8 +180,7 @@ def _casts(task: Task) -> Sequence[str]:
 
 
 def _layers(task: Task) -> Sequence[int]:
-    count = sum(b.kind == "layer" for b in task.profile.blocks)
-    return [] if task.profile.hardware.shared_memory else range(count + 1)
+    return [] if task.profile.hardware.shared_memory else range(len(_layer_blocks(task)) + 1)
 
 
 def _place_flow(task: Task, plan: Plan, name: str, count: int) -> Plan:
@@ -182,11 +232,37 @@ def _read_share(task: Task, plan: Plan, name: str) -> float:
     return min(1.0, max(0.0, (plan.retained_buckets - least) / max(1, most - least)))
 
 
-def _place_policy(task: Task, plan: Plan, name: str, value: Any) -> Plan:
-    """Layers with a policy of their own have it beside the one that they were mixed with."""
-    kept = value == task.start.activations or "activations_by_block" in task.fixed
-    by_block = task.start.activations_by_block if kept else {}
-    return plan.model_copy(update={name: value, "activations_by_block": by_block})
+NO_MIX: Mix = ("", 0)
+
+
+def _mixes(task: Task) -> Sequence[Mix]:
+    """Any number of layers under a policy that saves the GPU time for memory. Whoever gives the policy means it for
+    all of them."""
+    layers = len(_layer_blocks(task))
+    if "activations" in task.fixed or layers < 2:
+        return ()
+    quick = [p for p in MIXED_WITH if p in open_policies(task.profile, compiled=task.start.compile_blocks)]
+    return [NO_MIX, *((policy, n) for policy in quick for n in range(1, layers))]
+
+
+def _place_mix(task: Task, plan: Plan, name: str, value: Mix) -> Plan:
+    """Evenly spread, as the planner spreads them."""
+    policy, count = value
+    by_block: Mapping[int, str] = (
+        {} if policy == plan.activations else dict.fromkeys(evenly(_layer_blocks(task), count), policy)
+    )
+    if value == _read_mix(task, task.start, name) and plan.activations == task.start.activations:
+        by_block = task.start.activations_by_block
+    return plan.model_copy(update={name: by_block})
+
+
+def _read_mix(task: Task, plan: Plan, name: str) -> Mix:
+    policies = list(plan.activations_by_block.values())
+    return (max(policies, key=policies.count), len(policies)) if policies else NO_MIX
+
+
+def _layer_blocks(task: Task) -> list[int]:
+    return [i for i, b in enumerate(task.profile.blocks) if b.kind == "layer"]
 
 
 def _place_undo(task: Task, plan: Plan, name: str, share: float) -> Plan:
@@ -202,10 +278,17 @@ def _read_undo(task: Task, plan: Plan, name: str) -> float:
 
 
 AXES: dict[str, Axis] = {
+    "sequence_parallel": Axis(_sharing, ordered=True, basin=True, place=_place_sharing),
     "micro_batch": Axis(_micro_batches, ordered=True, basin=True, place=_place_micro_batch),
     "accumulate_on": Axis(_where_to_wait, basin=True, only=lambda plan: "gpu" if plan.accumulation == 1 else None),
-    "activations": Axis(
-        lambda task: open_policies(task.profile, compiled=task.start.compile_blocks), basin=True, place=_place_policy
+    "activations": Axis(lambda task: open_policies(task.profile, compiled=task.start.compile_blocks), basin=True),
+    # Ordered within a policy: a step of many layers is seldom better than several of few.
+    "activations_by_block": Axis(
+        _mixes,
+        ordered=True,
+        place=_place_mix,
+        read=_read_mix,
+        only=lambda plan: NO_MIX if plan.activations in ("none", "offload_saved") else None,
     ),
     "loss_chunks": Axis(lambda task: (1, 4, 16) if can_chunk(task.profile.blocks) else (), ordered=True),
     "bucket_mb": Axis(_bucket_sizes, ordered=True),
@@ -239,10 +322,8 @@ NOT_SEARCHED: dict[str, str] = {
     "seq_len": "what the model learns from, not how",
     "accumulation": "follows from micro_batch and the tokens per step",
     "undo": "a snapshot takes more memory and more time than a record, whatever the rest is",
-    "activations_by_block": "as the planner mixed them, and only beside the policy that it mixed them with",
     "compile_blocks": "compiling changes the bits of the results, so it is for a person to choose",
-    "data_parallel": "how chips are used is asked for, and the profile depends on it",
-    "sequence_parallel": "how chips are used is asked for, and the profile depends on it",
+    "data_parallel": "follows from sequence_parallel and the number of chips",
 }
 """Fields that stay as given or as the planner chose them, and why."""
 
@@ -254,7 +335,7 @@ class Space:
         profile: for the start plan's micro-batch.
         start: the planner's own plan.
         fixed: fields that stay as they are in `start`.
-        sequences: micro_batch · accumulation of every plan; None leaves it free.
+        sequences: micro_batch · accumulation · data_parallel of every plan; None leaves it free.
     """
 
     def __init__(self, profile: Profile, start: Plan, fixed: frozenset[str], sequences: int | None):

@@ -7,7 +7,7 @@ a reason. All numbers are modelled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from superoffload.errors import InputError, NotSupported, unknown_name
@@ -274,11 +274,28 @@ def sweep(
     )  # fmt: skip
 
 
+def setting(profile: Profile, plan: Plan, values: Mapping[str, float]) -> Setting:
+    """The profile and the plan of one point: `plan` with other values of some `AXES`.
+
+    Of a sweep's point: ``setting(profile, plan, {sweep.x: point.x, sweep.y: point.y})``. The profile is another one
+    where the batch or the machine's link is.
+
+    Raises:
+        InputError: an unknown axis, or a value that is not possible.
+    """
+    for name in values:
+        if name not in AXES:
+            raise unknown_name("sweep axis", name, AXES)
+    profile = rescale(profile, micro_batch=plan.micro_batch, seq_len=plan.seq_len)
+    for name in _ORDER:
+        if name in values:
+            profile, plan = AXES[name].place(profile, plan, values[name])
+    return profile, plan
+
+
 def _point(profile: Profile, plan: Plan, values: dict[str, float], x: float, y: float) -> SweepPoint:
     try:
-        for name in _ORDER:
-            if name in values:
-                profile, plan = AXES[name].place(profile, plan, values[name])
+        profile, plan = setting(profile, plan, values)
         lacks = ledger(profile, plan).shortage()
         if lacks:
             return SweepPoint(x, y, None, f"does not fit: {lacks}")

@@ -1,7 +1,7 @@
 """Dashboards for Jupyter: tune a plan, look at the two processors, follow a run.
 
 from superoffload.widgets import Tuner, Compare, Autotune, RunPanel
-from superoffload.widgets import plot_timeline, plot_memory, plot_loss, plot_run, plot_profile
+from superoffload.widgets import plot_timeline, plot_measured, plot_memory, plot_loss, plot_run, plot_profile
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ except ModuleNotFoundError as e:
 from superoffload.widgets.autotune import Autotune
 from superoffload.widgets.compare import Compare
 from superoffload.widgets.figures import plot_memory, plot_timeline
+from superoffload.widgets.measured_view import plot_measured
 from superoffload.widgets.profile_figures import plot_profile
 from superoffload.widgets.run_figures import plot_loss, plot_run
 from superoffload.widgets.run_panel import RunPanel
@@ -32,6 +33,7 @@ __all__ = [
     "RunPanel",
     "Tuner",
     "plot_loss",
+    "plot_measured",
     "plot_memory",
     "plot_profile",
     "plot_run",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as W
@@ -14,6 +15,7 @@ from superoffload.errors import InputError
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
 from superoffload.search_result import OBJECTIVES, SearchResult, Trial
+from superoffload.search_space import AXES
 from superoffload.widgets import compare_views as cv
 from superoffload.widgets import search_views as sv
 from superoffload.widgets import theme as themes
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from superoffload.widgets.tuner import Tuner
 
 TRIALS = 300
+DRAW_EVERY_S = 1.0
+"""The picture of a search that is under way is drawn anew no oftener than this."""
 PICTURE_HEIGHT = 300
 
 
@@ -69,6 +73,10 @@ class Autotune(W.VBox):  # type: ignore[misc]
         self._job = Background("superoffload-search")
         self._told, self._quiet = "", False
         self._view: sv.FoundView | None = None
+        self._begun: sv.Growing | None = None
+        self._growing: sv.Growing | None = None
+        """Of the search that is under way; set when something of it is shown."""
+        self._drawn_at = 0.0
         self.messages = Messages()
         self._guard = guard = Guard(self.messages)
 
@@ -174,6 +182,9 @@ class Autotune(W.VBox):  # type: ignore[misc]
             plan, session = self._tuner.session.plan, self._tuner.session
             if session.why_fixed("micro_batch"):
                 arguments["micro_batch"] = plan.micro_batch  # the Tuner could not show any other
+            if plan.chips > 1 or session.hardware.interconnect is not None:
+                arguments["data_parallel"] = plan.data_parallel  # as with the micro-batch
+                arguments["sequence_parallel"] = plan.sequence_parallel
             if plan.compile_blocks:
                 arguments["compile_blocks"] = True  # a person's choice, not the search's
         return arguments
@@ -192,8 +203,15 @@ class Autotune(W.VBox):  # type: ignore[misc]
         self.offer()
         profile, arguments = self.profile, self.asked()
 
+        growing = sv.Growing(
+            sv.Frame.of(profile, arguments["objective"], arguments["gpu_budget_gb"], arguments["host_budget_gb"],
+                        arguments.get("tokens_per_s"))
+        )  # fmt: skip
+
         def work(stop: threading.Event, tell: Callable[..., None]) -> SearchResult:
-            return search(profile, cancel=stop, progress=tell, **arguments)
+            return search(profile, cancel=stop, progress=tell, tried=growing.add, **arguments)
+
+        self._begun, self._drawn_at = growing, 0.0
 
         self._told = ""
         self.progress.max, self.progress.value = self.trials.value, 0
@@ -225,22 +243,45 @@ class Autotune(W.VBox):  # type: ignore[misc]
         self.progress.max, self.progress.value = total, done
         self._told = f"plan {done:,} of {total:,}"
         self.status.value = f'<div class="so-note">{escape(sv.so_far_line(done, total, best))}</div>'
+        if time.monotonic() - self._drawn_at >= DRAW_EVERY_S:
+            self._drawn_at = time.monotonic()
+            self._grow(best.number if best is not None else None)
+
+    def _grow(self, best: int | None) -> None:
+        """Show what a running search has found; the list holds what no plan beats so far, the picture others too."""
+        chosen = self.found.value
+        if self._growing is None:  # until now it showed the search before
+            self._growing, chosen = self._begun, None
+        assert self._growing is not None
+        self._view = self._growing.view(best, chosen)
+        kinds = ("best", "planner", "pareto")
+        self._list([p for p in self._view.points if p.kind in kinds or p.number == chosen], chosen)
+        self._body.layout.display = None
+        self._selected(self.found.value)
+
+    def _list(self, points: Sequence[sv.FoundPoint], chosen: int | None) -> None:
+        """Offer these points, and keep one of them selected."""
+        options = [(p.label, p.number) for p in points]
+        self._quiet = True
+        try:
+            if options != list(self.found.options):
+                self.found.options = options
+            self.found.value = chosen if any(p.number == chosen for p in points) else None
+        finally:
+            self._quiet = False
 
     def _ended(self, result: SearchResult | None, error: Exception | None) -> None:
         self.progress.layout.visibility = "hidden"
         self.stop.disabled = True
         self.status.value = ""
         if error is not None or result is None:
+            if self._growing is not None:
+                self._growing = None
+                self._forget()
             raise error or RuntimeError("the search gave no result")
-        self._view = sv.found_view(result)
+        self._growing, self._view = None, sv.found_view(result)
         self.result = result
-        chosen = (result.best or result.nearest).number
-        self._quiet = True
-        try:
-            self.found.options = [(p.label, p.number) for p in self._view.points]
-            self.found.value = chosen if any(p.number == chosen for p in self._view.points) else None
-        finally:
-            self._quiet = False
+        self._list(self._view.points, (result.best or result.nearest).number)
         self._body.layout.display = None
         self._selected(self.found.value)
         self.messages.notice(escape(sv.outcome_line(result)), "good" if result.best is not None else "warn")
@@ -257,14 +298,20 @@ class Autotune(W.VBox):  # type: ignore[misc]
             self.plan = self.plan_of(number)
         self.draw()
 
+    def _trials(self) -> Sequence[Trial]:
+        """What the list and the picture are about."""
+        if self._growing is not None:
+            return self._growing.trials
+        return self.result.trials if self.result is not None else ()
+
     def plan_of(self, number: int) -> Plan:
         """The plan of a trial, with the search named as the reason of the fields that it chose."""
-        assert self.result is not None
-        trial = self.result.trials[number]
+        trial = self._trials()[number]
         if trial.plan.reasons:
             return trial.plan
         told = f"found by the search (plan #{number})"
-        return trial.plan.replace(reasons=dict.fromkeys(self.result.candidates, told))
+        fields = self.result.candidates if self._growing is None and self.result is not None else AXES
+        return trial.plan.replace(reasons=dict.fromkeys(fields, told))
 
     def load_selected(self) -> None:
         """Load the selected plan into the Tuner.
@@ -273,7 +320,7 @@ class Autotune(W.VBox):  # type: ignore[misc]
             InputError: nothing is selected, there is no Tuner, or it cannot show this plan.
         """
         number = self.found.value
-        if number is None or self.result is None:
+        if number is None:
             raise InputError("no plan is selected", remedy="Choose one in the list or in the picture")
         if self._tuner is None:
             raise InputError("there is no Tuner to load the plan into", expected="Autotune(tuner), or its trait plan")
@@ -281,7 +328,8 @@ class Autotune(W.VBox):  # type: ignore[misc]
         self._tuner.plan = self.plan = self.plan_of(number)
         self.detail.value = self._detail_html(number)
         text = f"#{number} is in the Tuner"
-        searched = self.result.profile.hardware.name
+        assert self._view is not None
+        searched = self._view.origin.removeprefix("modelled, ")
         if self._tuner.session.hardware.name != searched:
             text += f", which shows {self._tuner.session.hardware.name}; it was found for {searched}"
         self.messages.notice(escape(f"{text}. Undo there takes it back."))
@@ -290,23 +338,42 @@ class Autotune(W.VBox):  # type: ignore[misc]
         def clicked(trace: Any, points: Any, state: Any) -> None:
             assert self._view is not None
             point = self._view.of(kind)[points.point_inds[0]]
+            self._list_too(point)
             self.found.value = point.number
             if self._tuner is not None and point.tokens_per_s is not None:
                 self.load_selected()
 
         return clicked
 
+    def _list_too(self, point: sv.FoundPoint) -> None:
+        """The list of a running search does not hold every point of the picture."""
+        if point.number not in [number for _, number in self.found.options]:
+            self._quiet = True
+            try:
+                self.found.options = [*self.found.options, (point.label, point.number)]
+            finally:
+                self._quiet = False
+
+    def _forget(self) -> None:
+        """A search has failed: go back to what the last one found."""
+        self._view = sv.found_view(self.result) if self.result is not None else None
+        self._list(self._view.points if self._view is not None else (), None)
+        if self._view is None:
+            self._body.layout.display = "none"
+        self._selected(None)
+
     def _detail_html(self, number: int | None) -> str:
-        if number is None or self.result is None:
+        if number is None or self._view is None:
             return ""
-        trial = self.result.trials[number]
-        before = self._tuner.session.plan if self._tuner is not None else self.result.trials[0].plan
+        trial = self._trials()[number]
+        before = self._tuner.session.plan if self._tuner is not None else self._trials()[0].plan
         than = "the Tuner's plan" if self._tuner is not None else "the planner's own"
+        reason = trial.reason or next((p.reason for p in self._view.points if p.number == number), "tried")
         told = cv.changes(before, trial.plan)
         items = "".join(f"<li>{escape(f)}: {escape(a)} → <b>{escape(b)}</b></li>" for f, a, b in told)
         same = f"<div>The same as {than}.</div>"
         return (
-            f'<div class="so-note" role="status"><div>{escape(trial.reason[:1].upper() + trial.reason[1:])}.</div>'
+            f'<div class="so-note" role="status"><div>{escape(reason[:1].upper() + reason[1:])}.</div>'
             + (f"<div>Other than {than}:</div><ul>{items}</ul>" if told else same)
             + "</div>"
         )

@@ -32,7 +32,8 @@ class Compare(W.VBox):  # type: ignore[misc]
         profile: measured or estimated.
         hardware: another machine than the profile's, a record or a preset name.
 
-    `traces` holds what is shown, by name; `sweeps.sweep` the last what-if sweep.
+    `traces` holds what is shown, by name; `sweeps.sweep` the last what-if sweep, and its trait `sweeps.chosen` the plan
+    of the cell that was loaded last.
 
     Raises:
         InputError: fewer than two plans, more than six, or one that does not belong to the profile.

@@ -72,8 +72,11 @@ def sweep_figure(view: SweepView, *, theme: Theme = PAPER, height: int = 330) ->
     return go.Figure(sweep_spec(view, theme=theme, height=height))
 
 
-def sweep_spec(view: SweepView, *, theme: Theme = PAPER, height: int = 330) -> Spec:
-    """Tokens/s as colour and number; a point without a number is a cross, and says why when pointed at."""
+def sweep_spec(
+    view: SweepView, chosen: tuple[int, int] | None = None, *, theme: Theme = PAPER, height: int = 330
+) -> Spec:
+    """Tokens/s as colour and number; a point without a number is a cross, and says why when pointed at. The plan's own
+    cell is framed, the chosen one (column, row) with a dashed line."""
     rows, columns = range(len(view.y_labels)), range(len(view.x_labels))
 
     def told(row: int, column: int) -> str:
@@ -120,7 +123,7 @@ def sweep_spec(view: SweepView, *, theme: Theme = PAPER, height: int = 330) -> S
             "textfont": {"size": 10, "color": [ink(view.tokens_per_s[r][c]) for r in rows for c in columns]},
         },
     ]  # fmt: skip
-    column, row = view.own
+    frames = [_frame(view.own, "solid")] + ([_frame(chosen, "dot")] if chosen is not None else [])
     title = {"size": 11, "color": theme.text}
     axis = {"showgrid": False, "zeroline": False, "fixedrange": True, "tickfont": {"size": 10, "color": theme.muted}}
     layout = _base(
@@ -129,17 +132,22 @@ def sweep_spec(view: SweepView, *, theme: Theme = PAPER, height: int = 330) -> S
         margin={"l": 62, "r": 8, "t": 26, "b": 44},
         title={"text": view.title, "font": {"size": 11.5}, "x": 0, "xref": "paper", "y": 1 - 6 / height,
                "yanchor": "top"},
-        shapes=[
-            {"type": "rect", "x0": column - 0.5, "x1": column + 0.5, "y0": row - 0.5, "y1": row + 0.5,
-             "line": {"width": width, "color": colour}}
-            for width, colour in ((5, "#FFFFFF"), (2.5, "#000000"))  # seen on any colour
-        ],
+        shapes=[line for frame in frames for line in frame],
         xaxis={**axis, "tickvals": list(columns), "ticktext": [_broken(x) for x in view.x_labels],
                "title": {"text": view.x_title, "font": title, "standoff": 6}, "range": [-0.5, len(columns) - 0.5]},
         yaxis={**axis, "tickvals": list(rows), "ticktext": list(view.y_labels),
                "title": {"text": view.y_title, "font": title, "standoff": 6}, "range": [-0.5, len(rows) - 0.5]},
     )  # fmt: skip
     return {"data": data, "layout": layout}
+
+
+def _frame(cell: tuple[int, int], dash: str) -> list[Spec]:
+    column, row = cell
+    return [
+        {"type": "rect", "x0": column - 0.5, "x1": column + 0.5, "y0": row - 0.5, "y1": row + 0.5,
+         "line": {"width": width, "color": colour, "dash": style}}
+        for width, colour, style in ((5, "#FFFFFF", "solid"), (2.5, "#000000", dash))  # seen on any colour
+    ]  # fmt: skip
 
 
 def _broken(label: str) -> str:

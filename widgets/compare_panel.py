@@ -55,6 +55,7 @@ class ComparePanel(W.VBox):  # type: ignore[misc]
             tick.observe(guard(lambda change, name=name: self._ticked(name, change["new"])), names="value")
             self.ticks[name] = tick
         self.compare = Compare.inside(bridge)
+        self.compare.sweeps.load = tuner.load
         self.compare.layout.display = "none"
         self.compare.head.layout.display = "none"  # the Tuner has it
         row = W.HBox(list(self.ticks.values()), layout=W.Layout(flex_flow="row wrap", width="100%"))

@@ -19,7 +19,13 @@ const load = async (model) => {
 const CHANGES = ["addTraces", "deleteTraces", "moveTraces", "restyle", "relayout", "update", "animate",
   "removeLayoutProps", "removeTraceProps"].map((kind) => `_py2js_${kind}`);
 export default () => {
-  let figure;
+  let figure, source, ears;
+  // plotly's views go on listening when they are gone: such a one would fail at the next change, before the view that
+  // has taken its place has heard of it. So what a view listens to is kept while it is made.
+  const overheard = (model) => new Proxy(model, { get(to, key) {
+    if (key === "on") return (event, hear) => { ears?.push([event, hear]); to.on(event, hear); };
+    return typeof to[key] === "function" ? to[key].bind(to) : to[key];
+  } });
   const prepare = async (context, missed, deaf) => {
     const { model } = context, version = model.get("_code_version");
     if (!loaded.has(version)) loaded.set(version, load(model));
@@ -27,7 +33,7 @@ export default () => {
     try { made = await (await loaded.get(version))(); }
     catch (error) { loaded.delete(version); throw error; }
     finally { deaf(); }
-    await made.initialize(context);
+    await made.initialize({ ...context, model: overheard(model) });
     for (const [kind, change] of missed) { model.set(kind, change); model.set(kind, null); }
     return made;
   };
@@ -35,11 +41,17 @@ export default () => {
     // Does not wait: anywidget holds up the kernel's messages until this returns, and gives up after two seconds.
     initialize(context) {
       const { model } = context, missed = [];
-      const ears = CHANGES.map((kind) => [`change:${kind}`, () => model.get(kind) && missed.push([kind, model.get(kind)])]);
-      for (const [event, hear] of ears) model.on(event, hear);
-      figure = prepare(context, missed, () => { for (const [event, hear] of ears) model.off(event, hear); });
+      source = model;
+      const early = CHANGES.map((kind) => [`change:${kind}`, () => model.get(kind) && missed.push([kind, model.get(kind)])]);
+      for (const [event, hear] of early) model.on(event, hear);
+      figure = prepare(context, missed, () => { for (const [event, hear] of early) model.off(event, hear); });
       figure.catch((error) => console.error("[superoffload] plotly could not be loaded", error));
     },
-    async render(context) { return (await figure).render(context); },
+    async render(context) {
+      const made = await figure, mine = ears = [];
+      let gone;
+      try { gone = made.render(context); } finally { ears = undefined; }
+      return () => { for (const [event, hear] of mine) source.off(event, hear); gone(); };
+    },
   };
 };

@@ -10,10 +10,12 @@ import ipywidgets as W
 
 from superoffload.calibration import Calibration, calibrate
 from superoffload.errors import InputError
+from superoffload.measured_step import lanes_busy
 from superoffload.profiler import Profile
 from superoffload.tracing import LANE_TITLES, Trace
 from superoffload.units import format_off, format_seconds
 from superoffload.widgets.background import on_loop
+from superoffload.widgets.measured_view import lanes_html
 from superoffload.widgets.parts import Guard, Messages, button, escape
 
 if TYPE_CHECKING:
@@ -53,26 +55,36 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
         self.back = button(
             "Undo calibration", "Predict from the profile as it was measured", guard(lambda _: self.uncalibrate())
         )
+        self.recorded = button(
+            "Recorded step", "The measured step that the Tuner was opened on, with its plan",
+            guard(lambda _: self.show_recorded()),
+        )  # fmt: skip
+        self.recorded.layout.display = None if tuner.recorded is not None else "none"
         self._uncalibrated: Profile | None = None
-        self.correct.disabled, self.back.disabled = True, True
+        self.correct.disabled, self.back.disabled = tuner.measured is None, True
         self.progress = W.IntProgress(0, 0, 1, layout=W.Layout(width="220px", visibility="hidden"))
         self.cancel.disabled = True
         possible = model is not None and batch is not None
-        for widget in (self.start, self.steps, self.clear):
+        for widget in (self.start, self.steps):
             widget.disabled = not possible
+        self.clear.disabled = not possible and tuner.recorded is None
         super().__init__(
             [
                 W.HBox(
-                    [self.steps, self.start, self.cancel, self.progress, self.clear, self.correct, self.back],
+                    [self.steps, self.start, self.cancel, self.recorded, self.clear, self.correct, self.back,
+                     self.progress],
                     layout=W.Layout(align_items="center", flex_flow="row wrap"),
                 ),
                 self.messages,
             ]
         )  # fmt: skip
-        if not possible:
+        if tuner.recorded is not None:
+            self._tell_recorded()
+        elif not possible:
             self.messages.notice(
                 "Measuring needs the model itself and a batch, and this panel was opened on a profile. "
-                'Open <span class="so-code">Tuner(model, batch=batch)</span>',
+                'Open <span class="so-code">Tuner(model, batch=batch)</span>, or, to see a step that was measured '
+                'elsewhere, <span class="so-code">Tuner(so.load_measured("committed"))</span>',
                 "warn",
             )
 
@@ -112,6 +124,12 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
         self._thread = threading.Thread(target=work, name="superoffload-measure", daemon=True)
         self._thread.start()
 
+    def show_recorded(self) -> None:
+        """Lay the measured step that the Tuner was opened on under its prediction again."""
+        self._tuner.show_recorded()
+        self.correct.disabled = False
+        self._tell_recorded()
+
     def stop(self) -> None:
         """Ask the measurement to end; the model is put back."""
         self._stop.set()
@@ -150,6 +168,20 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
             self.back.disabled = True
             self.messages.notice("The predictions are those of the profile as it was measured again.")
 
+    def _tell_recorded(self) -> None:
+        step = self._tuner.recorded
+        assert step is not None
+        predicted, machine = self._tuner.session.trace, step.machine.get("gpu", step.trace.hardware)
+        text = (
+            f"<b>{escape(step.title)}.</b> {escape(step.shows)}<br>Measured on {escape(step.date)}, one "
+            f"{escape(machine)}: {format_seconds(step.trace.step_s)} per step"
+        )
+        if predicted.hardware == step.trace.hardware and self._tuner.measured is not None:
+            told = format_off(predicted.step_s, step.trace.step_s)
+            lanes = lanes_html(lanes_busy(predicted, step.trace))
+            text += f"; the model says {format_seconds(predicted.step_s)} ({told}).{lanes}"
+        self.messages.notice(text)
+
     def _progressed(self, done: int) -> None:
         self.progress.value = done
 
@@ -161,6 +193,7 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
             return
         predicted, plan = self._tuner.session.trace, self._tuner.session.plan
         text = f"Measured <b>{format_seconds(trace.step_s)}</b> per step on {escape(trace.hardware)}"
+        table = ""
         if trace.plan.replace(reasons={}) != plan.replace(reasons={}):
             self.messages.notice(
                 f"{text}, with the plan as it was then. It has been changed meanwhile, so nothing is compared", "warn"
@@ -172,9 +205,10 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
             text += f"; the model predicted {format_seconds(predicted.step_s)} ({told})"
             if not FAR[0] < off < FAR[1]:
                 text += ". So far apart, one of the two was likely taken on a busy machine: measure, or profile, again"
+            table = lanes_html(lanes_busy(predicted, trace))
         elif predicted.hardware != trace.hardware:
             text += f"; the prediction above is for {escape(predicted.hardware)}"
-        self.messages.notice(text + ".")
+        self.messages.notice(f"{text}.{table}")
         self._tuner.show_measured(trace)
         self.correct.disabled = False
 

@@ -165,9 +165,9 @@ class Session:
         """Let the cost model choose every field."""
         self._become(self._make_plan(), self.hardware, "auto all")
 
-    def set_plan(self, plan: Plan) -> None:
-        """Replace the whole plan."""
-        self._become(plan, self.hardware, "plan")
+    def set_plan(self, plan: Plan, hardware: Hardware | None = None) -> None:
+        """Replace the whole plan, and the machine with it where one is given."""
+        self._become(plan, hardware or self.hardware, "plan")
 
     def set_hardware(self, hardware: Hardware) -> None:
         """Look at another machine: fields set by hand stay (within its limits), the others are chosen for it."""

@@ -14,8 +14,10 @@ import traitlets
 from superoffload.config import ModelRef, OptimizerConfig, TrainingConfig, TunedConfig
 from superoffload.errors import InputError
 from superoffload.hardware import Hardware
+from superoffload.measured_step import MeasuredStep
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
+from superoffload.simulator import resolve_speculation
 from superoffload.tracing import Trace
 from superoffload.units import format_bytes
 from superoffload.widgets import figures
@@ -31,6 +33,7 @@ from superoffload.widgets.drawers import Drawer, Drawers
 from superoffload.widgets.export_panel import ExportPanel
 from superoffload.widgets.live import LiveFigure
 from superoffload.widgets.measure_panel import MeasurePanel
+from superoffload.widgets.measured_view import overlay
 from superoffload.widgets.parts import Guard, Latest, Messages, button, cards_html, escape, legend_html, style_sheet
 
 if TYPE_CHECKING:
@@ -49,7 +52,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
     """Turn the knobs of a plan and see the step change.
 
     Args:
-        profile: a profile, or a torch model that is then profiled on `batch` (takes some seconds).
+        profile: a profile; or a torch model, which is then profiled on `batch` (takes some seconds); or a measured step
+            (`superoffload.load_measured`), which opens with its plan and its timeline under the predicted one.
         plan: start from this plan; the cost model chooses one when omitted.
         hardware: look at another machine, a record or a preset name.
         baseline: a trace or plan that the headline numbers are compared with.
@@ -71,7 +75,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
 
     def __init__(
         self,
-        profile: Profile | nn.Module,
+        profile: Profile | MeasuredStep | nn.Module,
         plan: Plan | None = None,
         hardware: Hardware | str | None = None,
         baseline: Trace | Plan | None = None,
@@ -85,12 +89,18 @@ class Tuner(W.VBox):  # type: ignore[misc]
             from superoffload.hardware import preset
 
             hardware = preset(hardware)
+        recorded = profile if isinstance(profile, MeasuredStep) else None
+        if recorded is not None:
+            profile, plan = recorded.profile, plan or recorded.plan
         if not isinstance(profile, Profile):
             model, profile = profile, _profile(profile, batch)
         elif model is not None:
             _check_model(model, profile)
         session = sessions.Session(profile, plan, hardware, baseline, _autosave_path(autosave, profile))
         self._build(session, model, batch, model_source)
+        self.recorded = recorded
+        if recorded is not None:
+            self.show_measured(recorded.trace)
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str], *, model_source: ModelRef | str | None = None) -> Tuner:
@@ -108,6 +118,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self._optimizer, self._training = OptimizerConfig(), TrainingConfig.from_dict({"dtype": _dtype(session.given)})
         self._syncing = False
         self.measured: Trace | None = None
+        self.recorded: MeasuredStep | None = None
+        """The measured step that this was opened on."""
         self.messages = Messages()
         self._guard = Guard(self.messages)
         self._bridge = ThemeBridge()
@@ -322,6 +334,33 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self.measured = trace
         self._refresh()
 
+    def load(self, profile: Profile, plan: Plan) -> str:
+        """Take over a plan that was found elsewhere, and the machine of its profile; says so in words.
+
+        Raises:
+            InputError: the plan is for a batch that this Tuner cannot show.
+        """
+        for field in sessions.SHAPE_FIELDS:
+            fixed = self.session.why_fixed(field)
+            if fixed and getattr(plan, field) != getattr(self.session.profile, field):
+                raise InputError(f"{field} = {getattr(plan, field)} is not what was profiled", remedy=fixed)
+        mine = self.session.plan.speculate
+        if mine == "auto" and resolve_speculation(self.session.plan).speculate == plan.speculate:
+            plan = plan.replace(speculate=mine)  # a simulated plan says what `auto` was taken for
+        other = profile.hardware if profile.hardware != self.session.hardware else None
+        self.session.end_entry()
+        self.session.set_plan(plan, other)
+        self._show_machine()
+        self._refresh()
+        return f"in the Tuner{f', which shows {other.name} now' if other else ''}; Undo there takes it back"
+
+    def show_recorded(self) -> None:
+        """Go back to the plan of the measured step that this was opened on, and lay it under the prediction."""
+        if self.recorded is None:
+            raise InputError("this was not opened on a measured step", expected='Tuner(so.load_measured("committed"))')
+        self.session.set_plan(self.recorded.plan)
+        self.show_measured(self.recorded.trace)
+
     def take_profile(self, profile: Profile) -> None:
         """Predict from another profile of the same model from now on; the plan and a measured overlay stay."""
         self.session.replace_profile(profile)
@@ -330,8 +369,9 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self._refresh()
 
     def _views(self) -> list[vm.TimelineView]:
-        shown = [self.session.trace] + ([self.measured] if self.measured is not None else [])
-        return [vm.timeline(t, max_bars=vm.MAX_BARS // len(shown)) for t in shown]
+        if self.measured is not None:
+            return overlay(self.session.trace, self.measured)
+        return [vm.timeline(self.session.trace)]
 
     def _state_spec(self, theme: themes.Theme) -> figures.Spec:
         s = self.session

@@ -354,6 +354,13 @@ def timeline(
     return TimelineView(origin(trace), tuple(groups), tuple(stalls), marks, hi - lo, len(events) - len(runs))
 
 
+def one_step(trace: Trace) -> tuple[float, float]:
+    """The window of one step: all of a measured trace; of a modelled one the first step, and not what it overlaps of
+    the next, since it overlaps the same of the step before. Both begin with the update of the step before, on the GPU
+    and the CPU where measured, and once the GPU has done its part where modelled."""
+    return 0.0, trace.window_s if trace.source == "measured" else min(trace.step_s, trace.window_s)
+
+
 def _clip(e: TraceEvent, lo: float, hi: float) -> TraceEvent:
     if lo == 0.0 and e.end_s <= hi:
         return e

@@ -78,6 +78,35 @@ def test_compare_from_the_tuner(new_page: Callable[..., Any]) -> None:
     page.until_text(".so-compare", "Framed: the plan itself")
     see(page, ".so-tuner")
     page.shot("whatif_tuner_light")
+    # A cell loads its plan by mouse, and by keyboard from the menus.
+    cell = """([column, row]) => {
+        const gd = document.querySelector('.so-compare .js-plotly-plot'), box = gd.getBoundingClientRect();
+        const {xaxis: x, yaxis: y} = gd._fullLayout;
+        return [box.x + x._offset + x.c2p(column), box.y + y._offset + y.c2p(row)];
+    }"""
+    p.mouse.click(*p.evaluate(cell, [0, 1]))
+    page.until_text(".so-compare .so-msg.good", "in the Tuner")
+    page.until_text(".so-compare .so-msg.good", "bucket size, MiB")
+    p.mouse.move(10, 10)
+    p.wait_for_timeout(500)
+    page.shot("whatif_loaded_light")
+    page.until_text(".so-compare", "Framed: the plan itself")
+    menu = p.locator(".so-compare select >> nth=4")
+    menu.focus()
+    p.keyboard.press("ArrowDown")
+    p.locator(".so-compare button:has-text('Load this point')").focus()
+    p.keyboard.press("Enter")
+    page.until_text(".so-compare .so-msg.good", "Undo there takes it back")
+    # The figure of the other page was not there meanwhile, and has the last plan when it is again.
+    p.click(".so-compare button:has-text('Side by side')")
+    p.wait_for_selector(".so-compare .js-plotly-plot .bars .point path", state="attached", timeout=20_000)
+    p.locator(".so-tuner .noUi-handle[aria-label='Retained']").first.focus()
+    drawn = """() => document.querySelector('.so-compare .js-plotly-plot')._fullData.map(
+        t => Array.from((t.x || {})._inputArray || t.x || []).reduce((a, b) => a + b, 0)).join()"""
+    before = p.evaluate(drawn)
+    for _ in range(6):
+        p.keyboard.press("ArrowRight")
+    p.wait_for_function(f"old => ({drawn})() !== old", arg=before, timeout=20_000)
     assert not unnamed(page, ".so-compare"), unnamed(page, ".so-compare")
     page.check_clean()
 
@@ -146,8 +175,23 @@ def test_autotune_from_the_tuner(new_page: Callable[..., Any]) -> None:
     page.until_text(".so-autotune", "best so far")
     p.click(".so-autotune button:has-text('Search')")
     page.until_text(".so-autotune .so-msg.error", "a search is running")
+    drawn = "() => document.querySelectorAll('.so-autotune .js-plotly-plot .points path').length"
+    p.wait_for_function(f"{drawn} && ({drawn})() >= 10", timeout=30_000)
+    first = p.evaluate(drawn)
+    p.wait_for_function(f"n => ({drawn})() > n", arg=first, timeout=30_000)  # it grows
     see(page, ".so-tuner")
     page.shot("autotune_running_light")
+    # A point of the growing picture loads its plan.
+    x, y = p.evaluate(
+        """() => {
+            const gd = document.querySelector('.so-autotune .js-plotly-plot'), box = gd.getBoundingClientRect();
+            const best = gd._fullData.find(t => t.name === 'best'), {xaxis: x, yaxis: y} = gd._fullLayout;
+            return [box.x + x._offset + x.c2p(best.x[0]), box.y + y._offset + y.c2p(best.y[0])];
+        }"""
+    )
+    p.mouse.click(x, y)
+    page.until_text(".so-autotune .so-msg.good", "is in the Tuner")
+    p.mouse.move(10, 10)
     # The kernel answers while it searches: the second cell runs.
     p.click(".jp-CodeCell >> nth=1")
     p.keyboard.press("Control+Enter")

@@ -41,3 +41,30 @@ def test_measure_calibrate_and_back(new_page: Callable[..., Any]) -> None:
     p.click(".so-tuner button:has-text('Undo calibration')")
     page.until_text(".so-tuner .so-cards", before)
     page.check_clean()
+
+
+RECORDED = """import superoffload as so
+from superoffload.widgets import Tuner, plot_measured
+t = Tuner(so.load_measured("clipped"), autosave=False)
+t"""
+
+
+def test_a_recorded_step_opens_under_its_prediction(new_page: Callable[..., Any]) -> None:
+    page = new_page()
+    page.run("recorded.ipynb", [RECORDED, "plot_measured(so.load_measured('clipped'))"])
+    page.tuner()
+    p = page.page
+    assert len(page.trace_data(0, "Undo", "x")) > 50, "only the measured step has any"
+    page.shot("recorded_step")
+    p.click(".so-tuner button:has-text('Measure'):not(:has-text('steps'))")
+    page.until_text(".so-tuner", "undone and redone with the clipped gradient")
+    p.wait_for_timeout(500)
+    page.shot("recorded_step_measure")
+    p.click(".so-tuner button:has-text('Remove overlay')")
+    p.wait_for_function("() => !document.querySelector('.so-tuner').textContent.includes('measured below')")
+    p.click(".so-tuner button:has-text('Recorded step')")
+    page.until_text(".so-tuner", "predicted above, measured below")
+    p.evaluate("document.querySelectorAll('.js-plotly-plot')[2].scrollIntoView({block: 'center'})")
+    p.wait_for_timeout(500)
+    page.shot("recorded_step_figure")
+    page.check_clean()

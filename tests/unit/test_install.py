@@ -83,6 +83,7 @@ import superoffload, importlib.util, sys
 from superoffload import kernels
 assert "site" in superoffload.__file__, superoffload.__file__
 assert kernels.capabilities()["compiled"]
+assert superoffload.load_measured("clipped").trace.step_s > 0, "data of the package"
 for name in ("superoffload.engine", "superoffload.train", "superoffload.widgets"):
     assert "site" in importlib.util.find_spec(name).origin, name
 print("ok")

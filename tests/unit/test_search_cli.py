@@ -105,3 +105,33 @@ def test_where_nothing_fits_the_file_is_written_all_the_same(capsys: pytest.Capt
     assert "meets the budgets; the nearest, #" in err
     assert "lacks" in json.loads(out)["error"]["what"]
     assert SearchResult.load("found.json").best is None
+
+
+SEVERAL = ["search", "--model", "paper-1b", "--hardware", "gh200-quad", "--micro-batch", "1", "--seq-len", "4096",
+           "--trials", "20"]  # fmt: skip
+
+
+def test_several_chips_are_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(*SEVERAL, "--chips", "8", "--tokens", "65536", "--out", "found.json", "--json", capsys=capsys)
+    assert code == 0, err
+    body, found = json.loads(out), SearchResult.load("found.json")
+    assert found.settings.chips == 8 and found.candidates["sequence_parallel"] == 4
+    assert {t.plan.chips for t in found.trials} == {8} and {t.plan.tokens_per_step for t in found.trials} == {65536}
+    assert body["best"]["plan"]["data_parallel"] * body["best"]["plan"]["sequence_parallel"] == 8
+    code, out, err = run(*SEVERAL, "--chips", "4", "--sequence-parallel", "2", capsys=capsys)
+    assert code == 0, err
+    assert "data_parallel  sequence_parallel" in out and "train refuses it: the engine trains on one chip" in out
+    best = next(line for line in out.splitlines() if line.startswith("* #"))
+    assert best.split()[6:8] == ["2", "2"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--chips", "4", "--sequence-parallel", "3"], "chips = 4 with sequence_parallel = 3"),
+        (["--chips", "2", "--set", "data_parallel=2", "--data-parallel", "2"], "are both given"),
+    ],
+)
+def test_chips_that_cannot_be_are_refused(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(*SEVERAL, *more, capsys=capsys)
+    assert code == 2 and message in err

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from superoffload import measured
 from superoffload.errors import DoesNotFit, InputError
 from superoffload.gate import Gate
-from superoffload.hardware import Hardware, preset
+from superoffload.hardware import preset
+from superoffload.measured_step import load_measured
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
 from superoffload.profiler import Profile, estimate
@@ -111,17 +112,13 @@ def test_adam_bandwidth_counts_28_bytes() -> None:
 # -- the storm ---------------------------------------------------------------------------------------------------------
 
 
-def test_modelled_step_times_meet_the_measured_ones(repository: Path) -> None:
+def test_modelled_step_times_meet_the_measured_ones() -> None:
     """From one probe and one profile of the H200 machine: waiting, committing, redoing, half of the buckets there."""
-    results = repository / "benchmarks" / "results"
-    hardware = Hardware.load(results / "probe_nvidia-h200_2026-11-30.json")
-    profile = Profile.load(results / "profile_bench-3b_4x2048_nvidia-h200_2026-11-30.json").replace(hardware=hardware)
-    fused = {"cast_down": "fused", "cast_up": "fused", "adam_threads": 14}
-    times = step_times(profile, pcie_era_plan(profile, retained_buckets=94, **fused))
-    there = measured.H200_CLIPPING_S
-    assert times.commit_s == pytest.approx(there["speculated"], rel=0.05)
-    assert times.wait_s == pytest.approx(there["waited"], rel=0.05)
-    assert times.clip_s == pytest.approx(there["speculated and clipped"], rel=0.05)
+    commit, wait, clip = (load_measured(name) for name in ("committed", "waited", "clipped"))
+    times = step_times(clip.profile, clip.plan)
+    assert times.commit_s == pytest.approx(commit.trace.step_s, rel=0.06)
+    assert times.wait_s == pytest.approx(wait.trace.step_s, rel=0.08)
+    assert times.clip_s == pytest.approx(clip.trace.step_s, rel=0.06)
     assert times.commit_s < times.wait_s < times.clip_s
 
 
@@ -178,12 +175,6 @@ def test_measured_numbers_are_those_of_the_benchmark_files(repository: Path) -> 
         "engine:0:speculate=on:loss=0.05", "engine:50:speculate=on:loss=0.05",
     )  # fmt: skip
     assert list(measured.H200_STEP_S.values()) == [limit["step_s"], *(rows[m]["step_s"] for m in modes)]
-    storm = {r["mode"]: r for r in load("step_h200")["rows"]}  # type: ignore[attr-defined]
-    assert {
-        "speculated": storm["engine:50:speculate=on:loss=0.05"]["step_s"],
-        "waited": rows["engine:50:speculate=off"]["step_s"],
-        "speculated and clipped": storm["engine:50:speculate=on:loss=0.05:clip_every=4"]["max_s"],
-    } == measured.H200_CLIPPING_S
     casts = load("probe_casts_nvidia-h200")["casts"]
     assert {way: casts[way] for way in ("down", "up")} == measured.H200_CAST_NS  # type: ignore[index]
     undo = load("undo_h200")["rows"]

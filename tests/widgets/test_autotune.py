@@ -15,7 +15,7 @@ from superoffload.autotune import search
 from superoffload.errors import InputError
 from superoffload.planner import make_plan
 from superoffload.profiler import Profile, estimate
-from superoffload.search_result import SearchResult
+from superoffload.search_result import SearchResult, Trial, front
 from superoffload.simulator import simulate
 from superoffload.widgets import Autotune, Tuner
 from superoffload.widgets import search_views as sv
@@ -92,6 +92,33 @@ def test_least_host_memory_is_drawn_over_the_host(profile: Profile) -> None:
     assert view.points[0].gb == pytest.approx(found.trials[view.points[0].number].host_bytes / 1e9)
 
 
+def test_a_growing_view_is_the_front_of_what_was_tried_and_stays_small(profile: Profile) -> None:
+    tried: list[Trial] = []
+    growing = sv.Growing(sv.Frame.of(profile, "throughput", 24.0, None, None))
+    best: list[Trial | None] = []
+
+    def add(trial: Trial) -> None:
+        tried.append(trial)
+        growing.add(trial)
+        if len(tried) in (1, 40, 400):
+            view = growing.view(trial.number if trial.ran else None)
+            kept = {p.number for p in view.points if p.kind in ("best", "planner", "pareto")}
+            assert {t.number for t in front([t for t in tried if t.ran])} <= kept
+            assert view.tried == len(tried) and len(view.points) <= sv.MAX_POINTS + 2
+
+    found = search(profile, gpu_budget_gb=24, trials=400, tried=add, progress=lambda done, total, b: best.append(b))
+    assert [t.number for t in tried] == list(range(len(found.trials)))
+    assert best[-1] is not None
+    view = growing.view(best[-1].number, chosen=3)
+    assert view.of("best")[0].number == best[-1].number and 3 in {p.number for p in view.points}
+    assert (view.place, view.budget_gb, view.origin) == ("GPU", 24.0, "modelled, gh200")
+    assert all(p.reason for p in view.points) and all("lacks" in p.reason for p in view.of("does not fit"))
+    goal = sv.Growing(sv.Frame.of(profile, "gpu_memory", None, None, 1e9))
+    for trial in tried:
+        goal.add(trial)
+    assert not goal.view(None).of("pareto"), "none is fast enough"
+
+
 # ---- the panel -------------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +171,67 @@ def test_progress_and_cancel_in_a_running_loop(tuner: Tuner) -> None:
         assert panel.progress.layout.visibility == "hidden" and panel.status.value == ""
 
     asyncio.run(go())
+
+
+def test_the_picture_grows_and_its_points_load_while_the_search_goes_on(
+    tuner: Tuner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(panels, "DRAW_EVERY_S", 0.05)
+
+    async def go() -> None:
+        panel = opened(tuner, 100_000)
+        panel.gpu.value = "24"
+        panel.start.click()
+        seen: list[int] = []
+        began = time.monotonic()
+        while time.monotonic() - began < 40 and not (len(set(seen)) >= 3 and len(panel.found.options) >= 3):
+            await asyncio.sleep(0.02)
+            if panel._view is not None:
+                seen.append(panel._view.tried)
+        assert panel.running and panel.result is None and panel.figure is not None
+        assert seen == sorted(seen) and len(set(seen)) >= 3, "it grows"
+        assert panel._view is not None and panel._body.layout.display is None
+        drawn = sum(len(panel.figure.data[i].x) for i in range(len(ORDER)))
+        assert drawn == len(panel._view.points)
+        kept = [p for p in panel._view.points if p.kind in ("best", "pareto")]
+        click(panel, kept[-1].kind, panel._view.of(kept[-1].kind).index(kept[-1]))
+        assert f"#{kept[-1].number} is in the Tuner" in panel.messages.value
+        assert tuner.plan.replace(reasons={}) == panel._trials()[kept[-1].number].plan
+        assert f"found by the search (plan #{kept[-1].number})" in tuner.plan.reasons["bucket_mb"]
+        await asyncio.sleep(0.5)
+        assert panel.found.value == kept[-1].number, "what is selected stays so while the list changes"
+        unfit = panel._view.of("does not fit")
+        if unfit:
+            click(panel, "does not fit", 0)
+            assert panel.found.value == unfit[0].number and "the GPU lacks" in panel.detail.value
+        panel.stop.click()
+        began = time.monotonic()
+        while panel.running and time.monotonic() - began < 20:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert panel.result is not None and panel._growing is None
+        assert len(panel.found.options) == len(sv.found_view(panel.result).points)
+        assert panel.result.best is not None and panel.found.value == panel.result.best.number
+
+    asyncio.run(go())
+
+
+def test_a_second_search_shows_the_first_until_it_has_something(tuner: Tuner) -> None:
+    panel = opened(tuner, 30)
+    panel.start.click()
+    panel.wait(60)
+    first = panel._view
+    assert first is not None and panel._growing is None
+    panel.gpu.value = "500"
+    panel.start.click()
+    panel.wait(60)
+    assert "at most 96" in panel.messages.value
+    assert panel._view is first and len(panel.found.options) == len(first.points), "a refused search leaves it"
+    panel.gpu.value = "24"
+    panel.start.click()
+    panel.wait(60)
+    assert panel.result is not None and panel.result.settings.gpu_budget_gb == 24
+    assert panel._view is not None and panel._view.budget_gb == 24
 
 
 def test_closing_the_panel_ends_the_search(profile: Profile, sent: Sent) -> None:

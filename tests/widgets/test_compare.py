@@ -16,9 +16,10 @@ from superoffload.graph import buckets_of
 from superoffload.plan import Plan
 from superoffload.plan_presets import preset_plan
 from superoffload.planner import make_plan
+from superoffload.planner_pace import seconds_of
 from superoffload.profiler import Profile, estimate
 from superoffload.simulator import simulate
-from superoffload.sweeps import sweep
+from superoffload.sweeps import setting, sweep
 from superoffload.tracing import LANES, Trace
 from superoffload.widgets import Compare, Tuner
 from superoffload.widgets import compare_views as cv
@@ -234,6 +235,112 @@ def test_the_newest_sweep_wins_and_stop_stops(
         assert panel.progress.layout.visibility == "hidden"
 
     asyncio.run(go())
+
+
+def click_cell(panel: sweep_panels.SweepPanel, column: int, row: int) -> None:
+    """What the browser sends for a click on a cell."""
+    assert panel.figure is not None and panel.view is not None
+    trace = 0 if panel.view.tokens_per_s[row][column] is not None else 1
+    panel.figure._js2py_pointsCallback = {
+        "event_type": "plotly_click",
+        "points": {"trace_indexes": [trace], "point_indexes": [[row, column]], "xs": [column], "ys": [row]},
+    }
+
+
+def test_the_setting_of_a_point_is_the_plan_that_was_simulated(profile: Profile, plan: Plan) -> None:
+    for x, y in (("bucket_mb", "retained"), ("micro_batch", "flow"), ("link_gb_per_s", "adam_threads")):
+        found = sweep(profile, plan, x, y)
+        for point in (found.points[0], found.points[-1], found.at(*found.own)):
+            if point.tokens_per_s is None:
+                continue
+            at, chosen = setting(profile, plan, {x: point.x, y: point.y})
+            assert chosen.tokens_per_step / seconds_of(at, chosen) == point.tokens_per_s
+    assert setting(profile, plan, {}) == (profile, plan)
+    assert setting(profile, plan, {"link_gb_per_s": 64.0})[0].hardware.link.down.peak == pytest.approx(64.0)
+    with pytest.raises(InputError, match="sweep axis"):
+        setting(profile, plan, {"links": 1.0})
+
+
+def test_a_cell_is_chosen_by_click_and_by_menu(compare: Compare) -> None:
+    compare.page.value = "What if"
+    panel = compare.sweeps
+    assert panel.take.layout.display == "none" and panel.point is None
+    with pytest.raises(InputError, match="no point is chosen"):
+        sweep_panels.SweepPanel(lambda: LIGHT).load_point()
+    panel.wait(60)
+    assert panel.view is not None and panel.sweep is not None and panel.figure is not None
+    assert panel.point == panel.view.best, "the menus stand on the best one"
+    assert [c.tooltip for c in panel.cell.values()] == [panel.view.x_title, panel.view.y_title]
+    seen: list[Plan] = []
+    panel.observe(lambda change: seen.append(change["new"]), names="chosen")
+    click_cell(panel, 1, 2)
+    assert panel.point == (1, 2) and panel.chosen is not None
+    expected = setting(compare.profile, compare.traces["mine"].plan,
+                       {"bucket_mb": panel.sweep.xs[1], "retained": panel.sweep.ys[2]})[1]  # fmt: skip
+    assert panel.chosen.replace(reasons={}) == expected.replace(reasons={})
+    assert "bucket_mb" not in panel.chosen.reasons, "it was said of another value"
+    assert panel.view.x_labels[1] in panel.messages.value and "tokens/s" in panel.messages.value
+    assert len(panel.figure.layout.shapes) == 4, "both frames are drawn"
+    panel.cell["x"].value, panel.cell["y"].value = 0, 3
+    assert panel.chosen == seen[-1] and len(seen) == 1, "menus alone load nothing"
+    assert panel.view.y_labels[3] in panel.told.value
+    panel.take.click()
+    assert len(seen) == 2 and panel.chosen.bucket_mb == panel.sweep.xs[0]
+
+
+def test_a_cell_without_a_number_says_why_and_loads_nothing(compare: Compare) -> None:
+    compare.page.value = "What if"
+    panel = compare.sweeps
+    panel._take_usual("micro_batch", "seq_len")
+    panel.wait(60)
+    assert panel.view is not None
+    row, column = next(
+        (r, c) for r, values in enumerate(panel.view.tokens_per_s) for c, v in enumerate(values) if v is None
+    )
+    click_cell(panel, column, row)
+    assert panel.point == (column, row) and panel.chosen is None
+    assert "does not fit" in panel.told.value and panel.take.disabled
+    with pytest.raises(InputError, match="has no number"):
+        panel.load_point()
+
+
+def test_a_cell_of_the_tuners_sweep_is_loaded_into_it(tuner: Tuner) -> None:
+    tuner.compare.value = True
+    assert tuner.compare_panel is not None
+    compare = tuner.compare_panel.compare
+    tuner.compare_panel.wait(60)
+    compare.page.value = "What if"
+    panel = compare.sweeps
+    panel.wait(60)
+    assert panel.view is not None and panel.sweep is not None
+    before = tuner.plan
+    column = (panel.view.own[0] + 1) % len(panel.sweep.xs)
+    click_cell(panel, column, panel.view.own[1])
+    assert tuner.plan.bucket_mb == panel.sweep.xs[column] != before.bucket_mb
+    assert tuner.plan.speculate == before.speculate, "auto stays auto"
+    assert "bucket_mb" not in tuner.plan.reasons and "set by hand" in tuner.controls.knobs["bucket_mb"].why.value
+    assert "in the Tuner" in panel.messages.value
+    tuner.undo.click()
+    assert tuner.plan == before
+    panel.wait(60)
+    panel.usual[2].click()
+    panel.wait(60)
+    assert panel.sweep.x == "link_gb_per_s"
+    click_cell(panel, 0, panel.view.own[1])
+    assert tuner.session.hardware.name == f"gh200 with {panel.sweep.xs[0]:g} GB/s each way"
+    assert tuner.trace.tokens_per_s == pytest.approx(panel.view.tokens_per_s[panel.view.own[1]][0])
+    assert tuner.session.hardware.name in panel.messages.value
+    tuner.undo.click()
+    assert tuner.session.hardware.name == "gh200" and tuner.plan == before
+    tuner.undo.click()
+
+
+def test_a_batch_that_the_tuner_cannot_show_is_refused_with_words(small_profile: Profile, sent: Sent) -> None:
+    t = Tuner(small_profile, make_plan(small_profile), autosave=False)
+    other = t.plan.replace(micro_batch=4)
+    with pytest.raises(InputError, match="micro_batch = 4 is not what was profiled"):
+        t.load(t.session.profile, other)
+    t.close_all()
 
 
 def test_messages_are_few_and_small(compare: Compare, profile: Profile, plan: Plan, sent: Sent) -> None:
