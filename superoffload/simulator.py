@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from superoffload import graph as step_graph
 from superoffload.errors import InputError
@@ -15,8 +15,9 @@ from superoffload.graph import StepGraph
 from superoffload.memory import ledger
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
+from superoffload.quickly import without_collecting
 from superoffload.stalls import find_stalls
-from superoffload.tracing import Trace, TraceEvent
+from superoffload.tracing import Lane, Trace, TraceEvent
 
 GPU, DOWN, UP, ADAM, NET = 0, 1, 2, 3, 4
 _LANE = {"gpu": GPU, "link_down": DOWN, "link_up": UP, "cpu_adam": ADAM, "interconnect": NET}
@@ -38,6 +39,22 @@ class Timeline:
     end: list[float]
     released_by: list[int]
     """The instance that ended last among those it waits for, -1 without any."""
+    _lanes: dict[Lane, list[int]] = field(default_factory=dict)
+    _spans: dict[tuple[Lane, int], tuple[list[float], list[float]]] = field(default_factory=dict)
+
+    def lane(self, lane: Lane) -> list[int]:
+        """Operators of a lane."""
+        if not self._lanes:
+            for op in self.graph.ops:
+                self._lanes.setdefault(op.lane, []).append(op.index)
+        return self._lanes.get(lane, [])
+
+    def spans(self, lane: Lane, step: int) -> tuple[list[float], list[float]]:
+        """When the operators of a lane began in a step, and when they ended, each in order of time."""
+        if (lane, step) not in self._spans:
+            ran = [x for i in self.lane(lane) if self.start[x := step * self.n + i] >= 0]
+            self._spans[lane, step] = (sorted(self.start[x] for x in ran), sorted(self.end[x] for x in ran))
+        return self._spans[lane, step]
 
     def boundary(self, step: int) -> float:
         """When the GPU ends `step`."""
@@ -257,11 +274,13 @@ def resolve_speculation(plan: Plan) -> Plan:
     return plan.model_copy(update={"speculate": "on", "reasons": {**plan.reasons, "speculate": reason}})
 
 
+@without_collecting()
 def step_seconds(profile: Profile, plan: Plan) -> float:
     """Seconds per step in steady state, without making a trace."""
     return run(step_graph.build(profile, resolve_speculation(plan))).step_s
 
 
+@without_collecting()
 def simulate(profile: Profile, plan: Plan, steps: int = 3) -> Trace:
     """Simulate the step that the engine would run and draw one period of it.
 
@@ -348,5 +367,6 @@ def drawn_window(timeline: Timeline) -> tuple[tuple[TraceEvent, ...], float]:
                 name = op.name if kind == op.kind else f"cast of bucket {op.bucket}"
                 events.append(TraceEvent(op.lane, kind, name, at, length, op.link_bytes, op.block, op.bucket, s))
                 at += length
-    events.sort(key=lambda e: (e.start_s, e.lane, e.end_s))
-    return tuple(events), finish - origin
+    # As pairs, whose first parts compare faster than a function is called; the number keeps equal ones in their order.
+    order = sorted((e.start_s, e.lane, e.start_s + e.duration_s, k) for k, e in enumerate(events))
+    return tuple(events[k] for *_, k in order), finish - origin
