@@ -4,7 +4,6 @@ last buckets are retained, and a model has thousands of buckets: no ledger count
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -59,7 +58,7 @@ class BucketSums:
             "record": _running(np.add, share(UNDO_BYTES * cut.numel + tiles * UNDO_TILE_BYTES)),
             "snapshot": _running(np.add, share(ADAM_STATE_BYTES * cut.numel)),
         }
-        self._together = _most_together(cut.blocks_of())
+        self._together = _most_together(cut.last_blocks())
 
     def first(self, kind: Kind, n: int) -> int:
         """Elements of one kind in the first n buckets."""
@@ -85,7 +84,7 @@ class BucketSums:
 
     def ring_slots(self, n: int, *, at_once: bool) -> int:
         """`layout.ring_slots` of the first n buckets."""
-        return ring_slots_for(self._together[n], at_once=at_once)
+        return ring_slots_for(int(self._together[n]), at_once=at_once)
 
     def over(self, of: Callable[[Kind], bool], value: Callable[[Kind], int]) -> int:
         """Sum of `value` over the kinds that are `of` it."""
@@ -119,7 +118,7 @@ class _Columns:
     params: Whole
     segment_numel: Whole
     begins: Whole
-    blocks: list[tuple[int, ...]]
+    last: Whole
 
     @classmethod
     def of(cls, buckets: Sequence[Bucket]) -> _Columns:
@@ -136,14 +135,14 @@ class _Columns:
             column(b.params for b in buckets),
             column(s.numel for b in buckets for s in b.segments),
             np.cumsum(column(segments)) - column(segments),
-            [b.blocks for b in buckets],
+            column(b.blocks[-1] for b in buckets),
         )
 
     def sum_of_segments(self, values: Whole) -> Whole:
         return np.add.reduceat(values, self.begins) if len(values) else values
 
-    def blocks_of(self) -> list[tuple[int, ...]]:
-        return self.blocks
+    def last_blocks(self) -> Whole:
+        return self.last
 
 
 def _running(add: np.ufunc, values: Whole) -> Whole:
@@ -151,15 +150,18 @@ def _running(add: np.ufunc, values: Whole) -> Whole:
     return np.append(np.zeros(1, dtype=np.int64), add.accumulate(values))
 
 
-def _most_together(blocks: Sequence[tuple[int, ...]]) -> list[int]:
-    """How many of the first n buckets one block completes at most, for every n."""
-    completed: Counter[int] = Counter()
-    together, most = [0], 0
-    for owners in blocks:
-        completed[owners[-1]] += 1
-        most = max(most, completed[owners[-1]])
-        together.append(most)
-    return together
+def _most_together(last: Whole) -> Whole:
+    """How many of the first n buckets one block completes at most, for every n.
+
+    Args:
+        last: the block that completes each bucket.
+    """
+    order = np.argsort(last, kind="stable")
+    ordered = last[order]
+    begins = np.searchsorted(ordered, ordered)
+    completed = np.empty_like(last)
+    completed[order] = np.arange(1, len(last) + 1) - begins  # of its block, with this one
+    return _running(np.maximum, completed)
 
 
 __all__ = ["BucketSums", "CutBuckets", "sums_of"]

@@ -101,13 +101,17 @@ def buckets_of(profile: Profile, bucket_mb: float, flow_blocks: tuple[int, ...] 
     cut = CutBuckets(_backward_tensors(shapes, flow_blocks), bucket_mb)
     with _CUTS_LOCK:
         _CUTS[key] = cut
-        while len(_CUTS) > 1 and (len(_CUTS) > MOST_CUTS or sum(map(len, _CUTS.values())) > MOST_CUT_BUCKETS):
+        if len(_CUTS) > MOST_CUTS:
             _CUTS.popitem(last=False)
+        large = [k for k, c in _CUTS.items() if len(c) > LARGE_CUT]
+        if len(large) > 3 and sum(len(_CUTS[k]) for k in large) > MOST_CUT_BUCKETS:
+            del _CUTS[large[0]]
     return cut
 
 
-MOST_CUTS, MOST_CUT_BUCKETS = 128, 2_000_000
-"""That are remembered: some 200 MB where a large model is cut into tiny buckets."""
+MOST_CUTS, LARGE_CUT, MOST_CUT_BUCKETS = 128, 10_000, 2_000_000
+"""Cuts that are remembered, buckets that make one large, and of how many buckets all large ones together may be: some
+200 MB. The newest three are kept in any case, since a plan is made by going back and forth between them."""
 _CUTS: OrderedDict[tuple[int, float, tuple[int, ...]], CutBuckets] = OrderedDict()
 _CUTS_LOCK = threading.Lock()
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]

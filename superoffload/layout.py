@@ -134,6 +134,14 @@ class BucketCut(Sequence[Bucket]):
         spans = zip(self._begins.tolist(), self._ends.tolist(), strict=True)
         return [(owners[a],) if b - a == 1 else tuple(dict.fromkeys(owners[a:b])) for a, b in spans]
 
+    def last_blocks(self) -> Whole:
+        """The last of those blocks, which completes the bucket."""
+        owners = np.asarray([t.block for t in self.tensors], dtype=np.int64)[self._position]
+        last = owners[self._ends - 1]
+        for k in np.flatnonzero(self._ends - self._begins > 1).tolist():  # no more than there are tensors
+            last[k] = list(dict.fromkeys(owners[self._begins[k] : self._ends[k]].tolist()))[-1]
+        return last
+
     def blocks_of_first(self, n: int) -> set[int]:
         """Blocks that own a segment of one of the first n buckets."""
         positions = np.unique(self._position[: self._ends[n - 1]]) if n else ()
