@@ -147,6 +147,15 @@ class BucketCut(Sequence[Bucket]):
         positions = np.unique(self._position[: self._ends[n - 1]]) if n else ()
         return {self.tensors[p].block for p in positions}
 
+    def params_by_block(self, first: int) -> dict[int, int]:
+        """Parameters of each block in the buckets from `first` on."""
+        begin = self._begins[first] if first < len(self) else len(self._position)
+        found: dict[int, int] = {}
+        for p, n in enumerate(np.bincount(self._position[begin:], self._numel[begin:], len(self.tensors)).tolist()):
+            block = self.tensors[p].block
+            found[block] = found.get(block, 0) + round(n)
+        return found
+
     def __len__(self) -> int:
         return len(self.kind)
 

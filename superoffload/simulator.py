@@ -6,6 +6,7 @@ The inner loop works on plain lists; records are made for the drawn window only.
 from __future__ import annotations
 
 import heapq
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -100,8 +101,16 @@ def _share_link(down: float, up: float, both: float) -> tuple[float, float]:
     return (both - up, up) if up < half else (half, half)
 
 
-def run(graph: StepGraph, full_steps: int = 2) -> Timeline:
-    """Simulate `full_steps` steps and the forward of one more, whose start overlaps the tail of the last."""
+class Stopped(Exception):
+    """A simulation was told to stop."""
+
+
+def run(graph: StepGraph, full_steps: int = 2, stop: threading.Event | None = None) -> Timeline:
+    """Simulate `full_steps` steps and the forward of one more, whose start overlaps the tail of the last.
+
+    Raises:
+        Stopped: `stop` has been set by another thread.
+    """
     ops = graph.ops
     n = len(ops)
     total = n * (full_steps + 1)
@@ -164,7 +173,11 @@ def run(graph: StepGraph, full_steps: int = 2) -> Timeline:
             if pending[s * n + i] == 0 and lane[i] != GPU and (s < full_steps or forward[i]):
                 offer(s * n + i)
 
+    turns = 0
     while True:
+        turns += 1
+        if stop is not None and turns % 1024 == 0 and stop.is_set():
+            raise Stopped
         if running[GPU] < 0 and gpu_next < gpu_total:
             x = gpu_order[gpu_next]
             if pending[x] == 0:
@@ -281,13 +294,14 @@ def step_seconds(profile: Profile, plan: Plan) -> float:
 
 
 @without_collecting()
-def simulate(profile: Profile, plan: Plan, steps: int = 3) -> Trace:
+def simulate(profile: Profile, plan: Plan, steps: int = 3, *, stop: threading.Event | None = None) -> Trace:
     """Simulate the step that the engine would run and draw one period of it.
 
     Args:
         profile: Seconds and bytes per block.
         plan: Made for the profile's micro-batch and sequence length.
         steps: Steps to simulate: the first starts cold, the last only runs its forward, so at least 3.
+        stop: Another thread may set it to end this early.
 
     Returns:
         A trace whose window starts where the GPU has ended a step: it shows the tail of that step's Adam and uploads
@@ -295,12 +309,13 @@ def simulate(profile: Profile, plan: Plan, steps: int = 3) -> Trace:
 
     Raises:
         InputError: the plan does not belong to the profile.
+        Stopped: `stop` was set.
     """
     if steps < 3:
         raise InputError(f"steps = {steps}", expected="at least 3: one cold, one drawn, one whose forward overlaps it")
     resolved = resolve_speculation(plan)
     profile = step_graph.fitted(profile, plan)
-    timeline = run(step_graph.build(profile, resolved), full_steps=steps - 1)
+    timeline = run(step_graph.build(profile, resolved), full_steps=steps - 1, stop=stop)
     hw = profile.hardware
     events, window = drawn_window(timeline)
     context = {
