@@ -130,28 +130,33 @@ async def measure(size: str, positions: int, followed: tuple[str, ...] | None = 
         t = Tuner(profile, autosave=Path(folder) / "session.json")
         opened = await front.hear(0, begin, cpu)
         await at_rest(t)
+        shown: list[tuple[float, bool, float]] = []
+        """Of every trace that was shown: when, whether it was a draft, seconds of its step."""
+        t.observe(
+            lambda c: shown.append((time.perf_counter(), "draft" in c["new"].context, c["new"].step_s)), names="trace"
+        )
         rows: dict[str, list[dict[str, Any]]] = {}
         for knob, widget, state in changes(t, positions):
             first = len(front.sent)
-            start = time.perf_counter()
+            shown.clear()
             burst = await front.burst(widget, **state)
             if followed is not None and knob not in followed:
                 rows.setdefault(knob, []).append(
                     {"s": burst.wall_s, "cpu_s": burst.cpu_s, "burst": burst, "to": _told(state), "later": Burst()}
                 )
                 continue
-            draft = t.session.is_draft
-            step_s, plan, sized = t.trace.step_s, t.plan, t.session.profile
             await at_rest(t)
+            row: dict[str, Any] = {"to": _told(state)}
+            if len(shown) == 2 and shown[0][1] and not shown[1][1]:  # a draft, and the exact step
+                everything = Burst.of(front.sent[first:], burst.begin_s, burst.begin_cpu_s)
+                figures = {t.timeline.comm.comm_id, t.state.comm.comm_id, t._cards.comm.comm_id}
+                burst = everything.until(shown[1][0])
+                row["exact_s"] = [m.at_s for m in everything.messages if m.widget in figures][-1] - burst.begin_s
+                row["draft_off"] = shown[0][2] / shown[1][2] - 1
             later = front.sent[first + len(burst.messages) :]
-            row: dict[str, Any] = {"s": burst.wall_s, "cpu_s": burst.cpu_s, "burst": burst, "to": _told(state)}
-            if draft and t.plan == plan and not t.session.is_draft:
-                figures = [m for m in later if m.widget in (t.timeline.comm.comm_id, t.state.comm.comm_id)]
-                row["exact_s"] = (figures or later)[-1].at_s - start if later else None
-                row["draft_off"] = step_s / t.trace.step_s - 1
-            row["later"] = Burst(messages=later)
+            row |= {"s": burst.wall_s, "cpu_s": burst.cpu_s, "burst": burst, "later": Burst(messages=later)}
             expected = simulate if not t.session.is_draft else draft_of
-            if t.trace != expected(t.session.profile, t.plan) or t.session.profile is not sized:
+            if t.trace != expected(t.session.profile, t.plan):
                 raise SystemExit(f"{size}, {knob}: the figures shown do not belong to the plan")
             rows.setdefault(knob, []).append(row)
         dragged = [await drag(front, t, t.controls.threads, t.controls.threads.max)]

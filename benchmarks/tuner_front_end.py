@@ -43,6 +43,19 @@ class Burst:
     """From the incoming message to the last outgoing one."""
     cpu_s: float = 0.0
     messages: list[Message] = field(default_factory=list)
+    begin_s: float = 0.0
+    begin_cpu_s: float = 0.0
+
+    @classmethod
+    def of(cls, messages: list[Message], begin_s: float, begin_cpu_s: float) -> Burst:
+        if not messages:
+            return cls(begin_s=begin_s, begin_cpu_s=begin_cpu_s)
+        last = messages[-1]
+        return cls(last.at_s - begin_s, last.cpu_s - begin_cpu_s, messages, begin_s, begin_cpu_s)
+
+    def until(self, at_s: float) -> Burst:
+        """The part before a moment."""
+        return Burst.of([m for m in self.messages if m.at_s < at_s], self.begin_s, self.begin_cpu_s)
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +128,4 @@ class FrontEnd:
             if now - last > QUIET_S:
                 break
             await asyncio.sleep(0.005)
-        heard = self.sent[first:]
-        if not heard:
-            return Burst()
-        return Burst(heard[-1].at_s - begin, heard[-1].cpu_s - cpu, heard)
+        return Burst.of(self.sent[first:], begin, cpu)
