@@ -32,7 +32,7 @@ class Message:
     """As packed for the wire: signature, headers, content and binary buffers."""
     at_s: float
     cpu_s: float
-    """Processor time of the kernel's process until then."""
+    """Processor time of the main thread until then: what it did, and no background thread."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class FrontEnd:
         parts = self._session.serialize(message)
         nbytes = sum(map(len, parts)) + sum(memoryview(b).nbytes for b in buffers)
         method = data.get("method", "open")
-        self.sent.append(Message(kind, method, widget, nbytes, time.perf_counter(), time.process_time()))
+        self.sent.append(Message(kind, method, widget, nbytes, time.perf_counter(), time.thread_time()))
 
     def send(self, widget: W.Widget, **state: Any) -> None:
         """The message that a browser sends when a person has changed this state."""
@@ -113,7 +113,7 @@ class FrontEnd:
 
     async def burst(self, widget: W.Widget, **state: Any) -> Burst:
         """Send a change, or press a button where there is none, and hear what follows at once."""
-        first, begin, cpu = len(self.sent), time.perf_counter(), time.process_time()
+        first, begin, cpu = len(self.sent), time.perf_counter(), time.thread_time()
         if state:
             self.send(widget, **state)
         else:

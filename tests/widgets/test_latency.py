@@ -27,7 +27,10 @@ def bench(repository: Path) -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def results(bench: ModuleType) -> dict[str, Any]:
-    return {size: asyncio.run(bench.measure(size, positions=1, followed=("bucket size", "adam threads"))) for size in bench.PROFILES}
+    return {
+        size: asyncio.run(bench.measure(size, positions=1, followed=("bucket size", "adam threads")))
+        for size in bench.PROFILES
+    }
 
 
 @pytest.mark.parametrize("size", ["7b", "70b"])
