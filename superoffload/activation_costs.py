@@ -106,6 +106,25 @@ def block_cost(block: BlockProfile, policy: Activations, *, compiled: bool = Fal
     return ActivationCost(0, 0, everything, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a plan chooses about activations, to remember answers by."""
+
+    activations: Activations
+    by_block: tuple[tuple[int, Activations], ...]
+    compile_blocks: bool
+
+    def plan(self) -> Plan:
+        """A plan that chooses this."""
+        return Plan(
+            activations=self.activations, activations_by_block=dict(self.by_block), compile_blocks=self.compile_blocks
+        )
+
+
+def choices_of(plan: Plan) -> Choices:
+    return Choices(plan.activations, tuple(sorted(plan.activations_by_block.items())), plan.compile_blocks)
+
+
 def policies_of(blocks: Sequence[BlockProfile], plan: Plan) -> list[Activations]:
     """The policy of each block; `none` where it is no layer."""
     return [plan.activations_of(i) if b.kind == "layer" else "none" for i, b in enumerate(blocks)]

@@ -4,11 +4,12 @@ last buckets are retained, and a model has thousands of buckets: no ledger count
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from superoffload.layout import Bucket, ring_slots_for
+import numpy as np
+
+from superoffload.layout import Bucket, BucketCut, TensorRef, Whole, ring_slots_for
 from superoffload.units import ADAM_STATE_BYTES, UNDO_BYTES
 
 Kind = tuple[str, bool]
@@ -27,66 +28,74 @@ class BucketSums:
     """
 
     def __init__(self, buckets: Sequence[Bucket], chips: int):
-        def share(count: int) -> int:
+        def share(count: Whole) -> Whole:
             return -(-count // chips)
 
-        self.count = len(buckets)
-        self.kinds: list[Kind] = sorted({(b.dtype, b.flow) for b in buckets})
-        self._total: dict[Kind, list[int]] = {}
-        self._largest: dict[Kind, list[int]] = {}
-        self._rest: dict[Kind, list[int]] = {}
+        cut = buckets if isinstance(buckets, BucketCut) else _Columns.of(buckets)
+        self.count = len(cut.kind)
+        self.kinds: list[Kind] = sorted(cut.kinds)
+        self._total: dict[Kind, Whole] = {}
+        self._largest: dict[Kind, Whole] = {}
+        self._rest: dict[Kind, Whole] = {}
+        self._params: dict[Kind, Whole] = {}
         self.whole: dict[Kind, int] = {}
         """Elements of all buckets of a kind, undivided."""
         self.whole_largest: dict[Kind, int] = {}
-        for kind in self.kinds:
-            numels = [b.numel if (b.dtype, b.flow) == kind else 0 for b in buckets]
-            shares = [share(n) for n in numels]
-            self._total[kind] = [0, *itertools.accumulate(shares)]
-            self._largest[kind] = [0, *itertools.accumulate(shares, max)]
-            self._rest[kind] = [*reversed([0, *itertools.accumulate(reversed(shares), max)])]
-            self.whole[kind], self.whole_largest[kind] = sum(numels), max(numels)
+        self.whole_params: dict[Kind, int] = {}
+        """Parameters of all buckets of a kind, undivided and without padding."""
+        for number, kind in enumerate(cut.kinds):
+            of_kind = cut.kind == number
+            numels, params = cut.numel * of_kind, cut.params * of_kind
+            shares = share(numels)
+            self._total[kind] = _running(np.add, shares)
+            self._largest[kind] = _running(np.maximum, shares)
+            self._rest[kind] = _running(np.maximum, shares[::-1])[::-1]
+            self._params[kind] = _running(np.add, share(params))
+            self.whole[kind], self.whole_largest[kind] = int(numels.sum()), int(numels.max())
+            self.whole_params[kind] = int(params.sum())
+        tiles = cut.sum_of_segments(-(-cut.segment_numel // UNDO_TILE))
         self._undo = {
-            undo: [0, *itertools.accumulate(share(undo_bytes(b, undo)) for b in buckets)]
-            for undo in ("record", "snapshot")
+            "record": _running(np.add, share(UNDO_BYTES * cut.numel + tiles * UNDO_TILE_BYTES)),
+            "snapshot": _running(np.add, share(ADAM_STATE_BYTES * cut.numel)),
         }
-        completed: Counter[int] = Counter()
-        self._together = [0]
-        for b in buckets:
-            completed[b.blocks[-1]] += 1
-            self._together.append(max(self._together[-1], completed[b.blocks[-1]]))
+        self._together = _most_together(cut.last_blocks())
 
     def first(self, kind: Kind, n: int) -> int:
         """Elements of one kind in the first n buckets."""
-        return self._total[kind][n]
+        return int(self._total[kind][n])
 
     def rest(self, kind: Kind, n: int) -> int:
         """Elements of one kind in the buckets after the first n."""
-        return self._total[kind][-1] - self._total[kind][n]
+        return int(self._total[kind][-1] - self._total[kind][n])
+
+    def params_of_rest(self, kind: Kind, n: int) -> int:
+        """Parameters of one kind, padding left out, in the buckets after the first n."""
+        return int(self._params[kind][-1] - self._params[kind][n])
 
     def largest_of_first(self, kind: Kind, n: int) -> int:
-        return self._largest[kind][n]
+        return int(self._largest[kind][n])
 
     def largest_of_rest(self, kind: Kind, n: int) -> int:
-        return self._rest[kind][n]
+        return int(self._rest[kind][n])
 
     def undo_of_first(self, undo: str, n: int) -> int:
         """Bytes of the undo memory of the first n buckets."""
-        return self._undo[undo][n]
+        return int(self._undo[undo][n])
 
     def ring_slots(self, n: int, *, at_once: bool) -> int:
         """`layout.ring_slots` of the first n buckets."""
-        return ring_slots_for(self._together[n], at_once=at_once)
+        return ring_slots_for(int(self._together[n]), at_once=at_once)
 
     def over(self, of: Callable[[Kind], bool], value: Callable[[Kind], int]) -> int:
         """Sum of `value` over the kinds that are `of` it."""
         return sum(value(kind) for kind in self.kinds if of(kind))
 
 
-class CutBuckets(list[Bucket]):
-    """The buckets of a model, which nobody changes, with their totals, made once."""
+class CutBuckets(BucketCut):
+    """The buckets of a model with their totals, made once."""
 
-    def __init__(self, buckets: Sequence[Bucket]):
-        super().__init__(buckets)
+    def __init__(self, tensors: Sequence[TensorRef], bucket_mb: float):
+        super().__init__(tensors, bucket_mb)
         self._sums: dict[int, BucketSums] = {}
 
     def sums(self, chips: int) -> BucketSums:
@@ -99,13 +108,60 @@ def sums_of(buckets: Sequence[Bucket], chips: int) -> BucketSums:
     return buckets.sums(chips) if isinstance(buckets, CutBuckets) else BucketSums(buckets, chips)
 
 
-def undo_bytes(bucket: Bucket, undo: str) -> int:
-    """A bucket's undo record: `UNDO_BYTES` for each element, an escape list for each tile of a segment. A snapshot is
-    as large as the state."""
-    if undo == "snapshot":
-        return ADAM_STATE_BYTES * bucket.numel
-    tiles = sum(-(-s.numel // UNDO_TILE) for s in bucket.segments)
-    return UNDO_BYTES * bucket.numel + tiles * UNDO_TILE_BYTES
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """What the totals need of buckets that somebody else has cut: the columns of a `BucketCut`."""
+
+    kinds: list[Kind]
+    kind: Whole
+    numel: Whole
+    params: Whole
+    segment_numel: Whole
+    begins: Whole
+    last: Whole
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket]) -> _Columns:
+        kinds = list(dict.fromkeys((b.dtype, b.flow) for b in buckets))
+        segments = [len(b.segments) for b in buckets]
+
+        def column(values: Iterable[int]) -> Whole:
+            return np.fromiter(values, dtype=np.int64)
+
+        return cls(
+            kinds,
+            column(kinds.index((b.dtype, b.flow)) for b in buckets),
+            column(b.numel for b in buckets),
+            column(b.params for b in buckets),
+            column(s.numel for b in buckets for s in b.segments),
+            np.cumsum(column(segments)) - column(segments),
+            column(b.blocks[-1] for b in buckets),
+        )
+
+    def sum_of_segments(self, values: Whole) -> Whole:
+        return np.add.reduceat(values, self.begins) if len(values) else values
+
+    def last_blocks(self) -> Whole:
+        return self.last
 
 
-__all__ = ["BucketSums", "CutBuckets", "sums_of", "undo_bytes"]
+def _running(add: np.ufunc, values: Whole) -> Whole:
+    """Of the first 0, 1, 2, ... values."""
+    return np.append(np.zeros(1, dtype=np.int64), add.accumulate(values))
+
+
+def _most_together(last: Whole) -> Whole:
+    """How many of the first n buckets one block completes at most, for every n.
+
+    Args:
+        last: the block that completes each bucket.
+    """
+    order = np.argsort(last, kind="stable")
+    ordered = last[order]
+    begins = np.searchsorted(ordered, ordered)
+    completed = np.empty_like(last)
+    completed[order] = np.arange(1, len(last) + 1) - begins  # of its block, with this one
+    return _running(np.maximum, completed)
+
+
+__all__ = ["BucketSums", "CutBuckets", "sums_of"]

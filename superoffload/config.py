@@ -7,6 +7,7 @@ config for another model is refused (`check_model`), one from another machine sa
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Mapping
 from importlib import metadata
@@ -243,6 +244,11 @@ def headline(trace: Trace) -> dict[str, Any]:
 
 def library_versions() -> dict[str, str]:
     """Versions of Python and of the libraries that decide what a config means, without importing them."""
+    return dict(_versions())
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
     from superoffload import __version__
 
     found = {"python": platform.python_version(), "superoffload": __version__}

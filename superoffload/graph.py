@@ -12,23 +12,24 @@ from there to the new 16-bit weights, which are gathered, each chip has its part
 from __future__ import annotations
 
 import functools
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from superoffload.activation_costs import (
-    check_policies,
-)
+from superoffload.activation_costs import block_cost, block_seconds, check_policies, policies_of
 from superoffload.bucket_sums import CutBuckets
 from superoffload.collectives import check_chips
 from superoffload.errors import InputError
 from superoffload.hardware import Curve
-from superoffload.layout import Bucket, TensorRef, cut_buckets
+from superoffload.layout import Bucket, TensorRef
 from superoffload.loss_costs import check_loss_chunks
 from superoffload.plan import Plan, check_compile, check_master
 from superoffload.profile_scaling import rescale
-from superoffload.profiler import Profile
+from superoffload.profiler import BlockProfile, Profile
+from superoffload.quickly import remembered
 from superoffload.tracing import Kind, Lane
-from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, GB, UNDO_BYTES
+from superoffload.units import ADAM_STATE_BYTES, ADAM_STREAM_BYTES, DTYPE_BYTES, GB, UNDO_BYTES
 
 VERDICT_S = 50e-6
 """Copy of the last partial sums and their addition on the host; assumed."""
@@ -65,7 +66,7 @@ class StepGraph:
     the order in which they become ready; Adam takes the highest ready bucket, which the next forward needs first."""
 
     ops: list[Operator]
-    buckets: list[Bucket]
+    buckets: Sequence[Bucket]
     dram_bytes_per_s: float
     """Cap of everything that host memory moves."""
     both_bytes_per_s: float
@@ -85,22 +86,47 @@ class StepGraph:
 
 def backward_tensors(profile: Profile) -> list[TensorRef]:
     """Tensors in backward-completion order: blocks reversed, tensors reversed within a block."""
-    return _backward_tensors(tuple((b.dtype, b.tensor_numels) for b in profile.blocks), ())
+    return _backward_tensors(_shapes(profile.blocks), ())
 
 
 def buckets_of(profile: Profile, bucket_mb: float, flow_blocks: tuple[int, ...] = ()) -> CutBuckets:
-    """Buckets as the engine cuts them."""
-    return _cut(tuple((b.dtype, b.tensor_numels) for b in profile.blocks), bucket_mb, flow_blocks)
+    """Buckets as the engine cuts them. Remembered because a slider move or a search cuts the same model several times;
+    nobody changes them."""
+    shapes = _shapes(profile.blocks)
+    key = (id(shapes), bucket_mb, flow_blocks)
+    with _CUTS_LOCK:
+        if key in _CUTS:
+            _CUTS.move_to_end(key)
+            return _CUTS[key]
+    cut = CutBuckets(_backward_tensors(shapes, flow_blocks), bucket_mb)
+    with _CUTS_LOCK:
+        _CUTS[key] = cut
+        if len(_CUTS) > MOST_CUTS:
+            _CUTS.popitem(last=False)
+        large = [k for k, c in _CUTS.items() if len(c) > LARGE_CUT]
+        if len(large) > 3 and sum(len(_CUTS[k]) for k in large) > MOST_CUT_BUCKETS:
+            del _CUTS[large[0]]
+    return cut
 
 
-@functools.lru_cache(maxsize=128)
-def _cut(blocks: tuple[tuple[str, tuple[int, ...]], ...], bucket_mb: float, flow_blocks: tuple[int, ...]) -> CutBuckets:
-    """Cached because a slider move or a search cuts the same model several times; nobody changes the list."""
-    return CutBuckets(cut_buckets(_backward_tensors(blocks, flow_blocks), bucket_mb))
+MOST_CUTS, LARGE_CUT, MOST_CUT_BUCKETS = 128, 10_000, 2_000_000
+"""Cuts that are remembered, buckets that make one large, and of how many buckets all large ones together may be: some
+200 MB. The newest three are kept in any case, since a plan is made by going back and forth between them."""
+_CUTS: OrderedDict[tuple[int, float, tuple[int, ...]], CutBuckets] = OrderedDict()
+_CUTS_LOCK = threading.Lock()
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+_KNOWN_SHAPES: dict[Shapes, Shapes] = {}
+
+
+@remembered(64)
+def _shapes(blocks: tuple[BlockProfile, ...]) -> Shapes:
+    """Dtype and tensors of each block; equal models have the same one, which is never dropped."""
+    shapes = tuple((b.dtype, b.tensor_numels) for b in blocks)
+    return _KNOWN_SHAPES.setdefault(shapes, shapes)
 
 
 @functools.lru_cache(maxsize=32)
-def _backward_tensors(blocks: tuple[tuple[str, tuple[int, ...]], ...], flow_blocks: tuple[int, ...]) -> list[TensorRef]:
+def _backward_tensors(blocks: Shapes, flow_blocks: tuple[int, ...]) -> list[TensorRef]:
     refs: list[TensorRef] = []
     for b in range(len(blocks) - 1, -1, -1):
         dtype, numels = blocks[b]
@@ -184,6 +210,27 @@ def build(profile: Profile, plan: Plan) -> StepGraph:
     return StepBuilder(profile, plan).build()
 
 
+def gpu_seconds(profile: Profile, plan: Plan) -> float:
+    """Seconds that the GPU works per step when nothing disturbs it: what the operators of `build` add up to, without
+    writing them down."""
+    profile = fitted(profile, plan)
+    check_plan(profile, plan)
+    once = 0.0
+    for block, policy in zip(profile.blocks, policies_of(profile.blocks, plan), strict=True):
+        recompute_s = block_cost(block, policy, compiled=plan.compile_blocks).recompute_s
+        once += sum(block_seconds(block, compiled=plan.compile_blocks)) + recompute_s
+    buckets = buckets_of(profile, plan.bucket_mb, plan.flow_blocks)
+    sums, packed, updated = buckets.sums(plan.chips), 0, 0
+    for dtype, flow in sums.kinds:
+        pack, packing = bucket_cost(plan, dtype, flow=flow).gpu_pack_bytes, 2 * DTYPE_BYTES[dtype]
+        whole, own = sums.whole_params[dtype, flow], sums.params_of_rest((dtype, flow), 0)
+        packed += pack * whole if plan.chips == 1 else packing * whole + (pack - packing) * own
+        updated += sums.params_of_rest((dtype, flow), len(buckets) - plan.retained_buckets)
+    sent = plan.accumulation if plan.accumulate_on == "cpu" else 1
+    moved = sent * packed + ADAM_STREAM_BYTES * updated
+    return plan.accumulation * once + moved / (profile.hardware.gpu.hbm_gb_per_s * GB)
+
+
 def fitted(profile: Profile, plan: Plan) -> Profile:
     """The profile for the plan's batch and chips."""
     return rescale(
@@ -197,7 +244,8 @@ def check_plan(profile: Profile, plan: Plan) -> None:
     wrong = [b for b in plan.flow_blocks if not 0 <= b < len(profile.blocks)]
     if wrong:
         raise InputError(f"flow_blocks names block {wrong[0]}", expected=f"0 to {len(profile.blocks) - 1}")
-    check_policies([b.kind for b in profile.blocks], plan)
+    if plan.activations_by_block:
+        check_policies([b.kind for b in profile.blocks], plan)
     check_loss_chunks(profile.blocks, plan)
     check_master(plan)
     check_compile(plan)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from superoffload.activation_costs import peaks
+from superoffload.activation_costs import Choices, choices_of, peaks
 from superoffload.errors import InputError
 from superoffload.plan import Plan
+from superoffload.quickly import remembered
 
 if TYPE_CHECKING:
     from superoffload.profiler import BlockProfile, Profile
@@ -59,13 +60,18 @@ def check_loss_chunks(blocks: Sequence[BlockProfile], plan: Plan) -> None:
 def enough_chunks(profile: Profile, plan: Plan) -> int:
     """The fewest chunks, a power of two, with which the head does not decide the activations' peak under the plan's
     policies; as many as leave `MIN_CHUNK_TOKENS` to each where none are enough. 1 where the loss has no chunks."""
-    if not can_chunk(profile.blocks):
+    return _enough(profile.blocks, profile.tokens, choices_of(plan))
+
+
+@remembered(256)
+def _enough(blocks: tuple[BlockProfile, ...], tokens: int, choices: Choices) -> int:
+    if not can_chunk(blocks):
         return 1
-    chunks = 1
-    while profile.tokens // (2 * chunks) >= MIN_CHUNK_TOKENS:
-        every = peaks([in_chunks(b, chunks) for b in profile.blocks], plan)
-        head = max(n for n, b in zip(every, profile.blocks, strict=True) if b.logits is not None)
-        if head <= max((n for n, b in zip(every, profile.blocks, strict=True) if b.logits is None), default=0):
+    chunks, plan = 1, choices.plan()
+    while tokens // (2 * chunks) >= MIN_CHUNK_TOKENS:
+        every = peaks([in_chunks(b, chunks) for b in blocks], plan)
+        head = max(n for n, b in zip(every, blocks, strict=True) if b.logits is not None)
+        if head <= max((n for n, b in zip(every, blocks, strict=True) if b.logits is None), default=0):
             break
         chunks *= 2
     return chunks

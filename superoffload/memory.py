@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from superoffload.activation_costs import IN_FLIGHT_BLOCKS, block_cost, peaks, policies_of
+from superoffload.activation_costs import IN_FLIGHT_BLOCKS, Choices, block_cost, choices_of, peaks, policies_of
 from superoffload.bucket_sums import Kind, sums_of
 from superoffload.loss_costs import in_chunks
 from superoffload.plan import Activations, check_one_chip
+from superoffload.quickly import remembered
 from superoffload.record import Record
 from superoffload.units import ADAM_STATE_BYTES, DTYPE_BYTES, FP32_BYTES, GB, REMAINDER_BYTES, format_bytes
 
@@ -115,14 +116,15 @@ def ledger(profile: Profile, plan: Plan) -> Ledger:
     hw = profile.hardware
     buckets = graph.buckets_of(profile, plan.bucket_mb, plan.flow_blocks)
     away = [_weights([profile.blocks[i]]) for i in plan.flow_blocks]
-    items, activations = state_items(buckets, plan, away, chips=plan.chips), _activations(profile.blocks, plan)
+    items = state_items(buckets, plan, away, chips=plan.chips)
+    activations = _activations(profile.blocks, choices_of(plan), plan.loss_chunks)
     gpu, pinned, host = items["gpu"], items["pinned"], items["host"]
     gpu |= {
         "buffers and frozen parameters": profile.buffers_bytes,
-        "gradients while accumulating": _weights(profile.blocks)
+        "gradients while accumulating": _all_weights(profile.blocks)
         if plan.accumulation > 1 and plan.accumulate_on == "gpu"
         else 0,
-        "gradient being produced": _largest_gradient(profile.blocks, plan),
+        "gradient being produced": _largest_gradient(profile.blocks, plan.compile_blocks),
         **activations["gpu"],
     }
     pinned |= activations["pinned"]
@@ -237,23 +239,31 @@ def _weights(blocks: list[BlockProfile] | tuple[BlockProfile, ...]) -> int:
     return sum(b.params * DTYPE_BYTES[b.dtype] for b in blocks)
 
 
-def _largest_gradient(blocks: tuple[BlockProfile, ...], plan: Plan) -> int:
+@remembered(64)
+def _all_weights(blocks: tuple[BlockProfile, ...]) -> int:
+    return _weights(blocks)
+
+
+@remembered(64)
+def _largest_gradient(blocks: tuple[BlockProfile, ...], compiled: bool) -> int:
     """The gradient of one tensor exists beside the ring while it is copied into it; of a compiled layer, all do."""
 
     def exists(b: BlockProfile) -> int:
-        return b.params if plan.compile_blocks and b.kind == "layer" else max(b.tensor_numels, default=0)
+        return b.params if compiled and b.kind == "layer" else max(b.tensor_numels, default=0)
 
     return max((exists(b) * DTYPE_BYTES[b.dtype] for b in blocks), default=0)
 
 
-def _activations(blocks: tuple[BlockProfile, ...], plan: Plan) -> dict[Place, dict[str, int]]:
+@remembered(1024)
+def _activations(blocks: tuple[BlockProfile, ...], choices: Choices, chunks: int) -> dict[Place, dict[str, int]]:
     """What forward keeps for backward, by policy, and the largest extra of any one block.
 
     In backward one layer at a time has what its policy makes anew. The head's working memory (logits) exists while
     everything is kept; that of a layer when the later ones are gone already. What is offloaded is on the GPU for two
     blocks at a time.
     """
-    blocks = tuple(in_chunks(b, plan.loss_chunks) for b in blocks)
+    plan = choices.plan()
+    blocks = tuple(in_chunks(b, chunks) for b in blocks)
     gpu, pinned = dict.fromkeys(_KEPT.values(), 0), dict.fromkeys(_MOVED.values(), 0)
     kept, largest = 0, 0
     for block, policy in zip(blocks, policies_of(blocks, plan), strict=True):

@@ -43,7 +43,7 @@ class Pace:
 
     def gpu_seconds(self, plan: Plan) -> float:
         """What the GPU alone needs for a step: no plan with this policy is faster."""
-        return graph.build(self.profile, simulator.resolve_speculation(plan)).load("gpu")
+        return graph.gpu_seconds(self.profile, plan)
 
 
 def seconds_of(profile: Profile, plan: Plan) -> float:

@@ -105,7 +105,7 @@ class Room:
         """Layers with state on the host, and those that are retained whole. The former flow first, since what CPU Adam
         writes there is their home; that of a retained one would be host memory on top."""
         buckets = graph.buckets_of(self.profile, stationary.bucket_mb)
-        on_host = {b for bucket in buckets[: len(buckets) - stationary.retained_buckets] for b in bucket.blocks}
+        on_host = buckets.blocks_of_first(len(buckets) - stationary.retained_buckets)
         layers = [i for i, b in enumerate(self.profile.blocks) if b.kind == "layer"]
         return [i for i in layers if i in on_host], [i for i in layers if i not in on_host]
 

@@ -39,10 +39,9 @@ class SpeculationChoice:
         """Give undo memory to no more buckets than Adam can reach before the verdict, in the longest backward."""
         backward = sum(b.backward_s + b.forward_s for b in self.profile.blocks)
         buckets = graph.buckets_of(self.profile, plan.bucket_mb, plan.flow_blocks)
-        cost = graph.bucket_cost(plan, buckets[0].dtype)
-        one = (
-            plan.share(max(b.params for b in buckets)) * cost.adam_bytes / (self.hw.cpu.adam_at(plan.adam_threads) * GB)
-        )
+        cost = graph.bucket_cost(plan, buckets.kinds[buckets.kind[0]][0])
+        largest = plan.share(int(buckets.params.max()))
+        one = largest * cost.adam_bytes / (self.hw.cpu.adam_at(plan.adam_threads) * GB)
         most = int(backward / one) + 2
         return plan.model_copy(update={"undo_buckets": most}) if most < len(buckets) else plan
 

@@ -6,8 +6,9 @@ The inner loop works on plain lists; records are made for the drawn window only.
 from __future__ import annotations
 
 import heapq
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from superoffload import graph as step_graph
 from superoffload.errors import InputError
@@ -15,8 +16,9 @@ from superoffload.graph import StepGraph
 from superoffload.memory import ledger
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
+from superoffload.quickly import without_collecting
 from superoffload.stalls import find_stalls
-from superoffload.tracing import Trace, TraceEvent
+from superoffload.tracing import Lane, Trace, TraceEvent
 
 GPU, DOWN, UP, ADAM, NET = 0, 1, 2, 3, 4
 _LANE = {"gpu": GPU, "link_down": DOWN, "link_up": UP, "cpu_adam": ADAM, "interconnect": NET}
@@ -38,6 +40,22 @@ class Timeline:
     end: list[float]
     released_by: list[int]
     """The instance that ended last among those it waits for, -1 without any."""
+    _lanes: dict[Lane, list[int]] = field(default_factory=dict)
+    _spans: dict[tuple[Lane, int], tuple[list[float], list[float]]] = field(default_factory=dict)
+
+    def lane(self, lane: Lane) -> list[int]:
+        """Operators of a lane."""
+        if not self._lanes:
+            for op in self.graph.ops:
+                self._lanes.setdefault(op.lane, []).append(op.index)
+        return self._lanes.get(lane, [])
+
+    def spans(self, lane: Lane, step: int) -> tuple[list[float], list[float]]:
+        """When the operators of a lane began in a step, and when they ended, each in order of time."""
+        if (lane, step) not in self._spans:
+            ran = [x for i in self.lane(lane) if self.start[x := step * self.n + i] >= 0]
+            self._spans[lane, step] = (sorted(self.start[x] for x in ran), sorted(self.end[x] for x in ran))
+        return self._spans[lane, step]
 
     def boundary(self, step: int) -> float:
         """When the GPU ends `step`."""
@@ -83,8 +101,16 @@ def _share_link(down: float, up: float, both: float) -> tuple[float, float]:
     return (both - up, up) if up < half else (half, half)
 
 
-def run(graph: StepGraph, full_steps: int = 2) -> Timeline:
-    """Simulate `full_steps` steps and the forward of one more, whose start overlaps the tail of the last."""
+class Stopped(Exception):
+    """A simulation was told to stop."""
+
+
+def run(graph: StepGraph, full_steps: int = 2, stop: threading.Event | None = None) -> Timeline:
+    """Simulate `full_steps` steps and the forward of one more, whose start overlaps the tail of the last.
+
+    Raises:
+        Stopped: `stop` has been set by another thread.
+    """
     ops = graph.ops
     n = len(ops)
     total = n * (full_steps + 1)
@@ -147,7 +173,11 @@ def run(graph: StepGraph, full_steps: int = 2) -> Timeline:
             if pending[s * n + i] == 0 and lane[i] != GPU and (s < full_steps or forward[i]):
                 offer(s * n + i)
 
+    turns = 0
     while True:
+        turns += 1
+        if stop is not None and turns % 1024 == 0 and stop.is_set():
+            raise Stopped
         if running[GPU] < 0 and gpu_next < gpu_total:
             x = gpu_order[gpu_next]
             if pending[x] == 0:
@@ -257,18 +287,21 @@ def resolve_speculation(plan: Plan) -> Plan:
     return plan.model_copy(update={"speculate": "on", "reasons": {**plan.reasons, "speculate": reason}})
 
 
+@without_collecting()
 def step_seconds(profile: Profile, plan: Plan) -> float:
     """Seconds per step in steady state, without making a trace."""
     return run(step_graph.build(profile, resolve_speculation(plan))).step_s
 
 
-def simulate(profile: Profile, plan: Plan, steps: int = 3) -> Trace:
+@without_collecting()
+def simulate(profile: Profile, plan: Plan, steps: int = 3, *, stop: threading.Event | None = None) -> Trace:
     """Simulate the step that the engine would run and draw one period of it.
 
     Args:
         profile: Seconds and bytes per block.
         plan: Made for the profile's micro-batch and sequence length.
         steps: Steps to simulate: the first starts cold, the last only runs its forward, so at least 3.
+        stop: Another thread may set it to end this early.
 
     Returns:
         A trace whose window starts where the GPU has ended a step: it shows the tail of that step's Adam and uploads
@@ -276,12 +309,13 @@ def simulate(profile: Profile, plan: Plan, steps: int = 3) -> Trace:
 
     Raises:
         InputError: the plan does not belong to the profile.
+        Stopped: `stop` was set.
     """
     if steps < 3:
         raise InputError(f"steps = {steps}", expected="at least 3: one cold, one drawn, one whose forward overlaps it")
     resolved = resolve_speculation(plan)
     profile = step_graph.fitted(profile, plan)
-    timeline = run(step_graph.build(profile, resolved), full_steps=steps - 1)
+    timeline = run(step_graph.build(profile, resolved), full_steps=steps - 1, stop=stop)
     hw = profile.hardware
     events, window = drawn_window(timeline)
     context = {
@@ -348,5 +382,6 @@ def drawn_window(timeline: Timeline) -> tuple[tuple[TraceEvent, ...], float]:
                 name = op.name if kind == op.kind else f"cast of bucket {op.bucket}"
                 events.append(TraceEvent(op.lane, kind, name, at, length, op.link_bytes, op.block, op.bucket, s))
                 at += length
-    events.sort(key=lambda e: (e.start_s, e.lane, e.end_s))
-    return tuple(events), finish - origin
+    # As pairs, whose first parts compare faster than a function is called; the number keeps equal ones in their order.
+    order = sorted((e.start_s, e.lane, e.start_s + e.duration_s, k) for k, e in enumerate(events))
+    return tuple(events[k] for *_, k in order), finish - origin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
 
 from superoffload.tracing import Lane, Stall
@@ -27,8 +28,8 @@ def find_stalls(timeline: Timeline) -> tuple[Stall, ...]:
         spans = sorted(
             (timeline.start[s * n + i], s * n + i)
             for s in (last - 1, last, last + 1)
-            for i, op in enumerate(timeline.graph.ops)
-            if op.lane == lane and timeline.start[s * n + i] >= 0 and timeline.end[s * n + i] >= origin
+            for i in timeline.lane(lane)
+            if timeline.start[s * n + i] >= 0 and timeline.end[s * n + i] >= origin
         )
         reach = origin
         for start, x in spans:
@@ -127,18 +128,15 @@ def _why_adam(timeline: Timeline, x: int, since: float) -> str:
 
 def _queue(timeline: Timeline, x: int) -> int:
     """How many operators of the same lane ran, at least in part, between readiness and start of `x`."""
-    lane, n = timeline.graph.ops[x % timeline.n].lane, timeline.n
-    ready, start = timeline.ready[x], timeline.start[x]
+    lane, ready, start = timeline.graph.ops[x % timeline.n].lane, timeline.ready[x], timeline.start[x]
     if start - ready <= 1e-12:
         return 0
-    step = x // n
-    return sum(
-        1
-        for s in (step - 1, step, step + 1)
-        if 0 <= s <= timeline.full_steps
-        for i, op in enumerate(timeline.graph.ops)
-        if op.lane == lane and timeline.end[s * n + i] > ready and 0 <= timeline.start[s * n + i] < start
-    )
+    step, count = x // timeline.n, 0
+    for s in (step - 1, step, step + 1):
+        if 0 <= s <= timeline.full_steps:
+            starts, ends = timeline.spans(lane, s)
+            count += bisect_left(starts, start) - bisect_right(ends, ready)  # begun before, less those ended by then
+    return count
 
 
 def _count(n: int, noun: str) -> str:

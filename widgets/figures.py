@@ -208,16 +208,31 @@ def layer_traces(view: vm.LayerMap, theme: Theme) -> list[Spec]:
 
 
 def bucket_trace(view: vm.LayerMap, theme: Theme) -> Spec:
-    """One narrow bar per bucket in backward-completion order; the retained ones stand at the end."""
-    n = len(view.bucket_params)
-    cpu = n - view.retained_buckets
+    """One narrow bar per bucket in backward-completion order, or for some neighbours with their mean where there are
+    many; the retained ones stand at the end."""
+    bars, n = view.bucket_bars, len(view.bucket_params)
+    params = np.asarray(view.bucket_params, dtype=np.float64)
+    sizes = np.asarray([len(b) for b in bars], dtype=np.int32)
+    first = np.asarray([b.start for b in bars], dtype=np.int32)
+    kept = first >= n - view.retained_buckets
+    alone = bool((sizes == 1).all())
     return _bar(
         name="Buckets",
-        x=np.arange(n, dtype=np.int32),
-        y=np.asarray(view.bucket_params, dtype=np.float32),
-        width=0.8 if n <= 150 else 1.0,
-        marker={"color": [STATE_COLOURS["cpu"]] * cpu + [STATE_COLOURS["gpu"]] * (n - cpu), "line": {"width": 0}},
-        hovertemplate="bucket %{x}<br>%{y:.3s} parameters<extra></extra>",
+        x=first if alone else (first + (sizes - 1) / 2).astype(np.float32),
+        y=(np.add.reduceat(params, first) / sizes if bars else params).astype(np.float32),
+        width=0.8 if n <= 150 else 1.0 if alone else sizes,
+        customdata=None if alone else np.stack([first, first + sizes - 1], axis=1),
+        marker={
+            "color": kept.astype(np.int8),
+            "colorscale": [[0, STATE_COLOURS["cpu"]], [1, STATE_COLOURS["gpu"]]],
+            "cmin": 0,
+            "cmax": 1,
+            "showscale": False,
+            "line": {"width": 0},
+        },
+        hovertemplate="bucket %{x}<br>%{y:.3s} parameters<extra></extra>"
+        if alone
+        else "buckets %{customdata[0]} to %{customdata[1]}<br>%{y:.3s} parameters each<extra></extra>",
     )
 
 

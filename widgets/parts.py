@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,9 +13,12 @@ from typing import Any
 import ipywidgets as W
 
 from superoffload.errors import SuperOffloadError
+from superoffload.quickly import without_collecting
 from superoffload.widgets import view_models as vm
 from superoffload.widgets.theme import KIND_COLOURS
 
+MOST_PAUSE_S = 0.25
+"""A pause between two works of a drag is no longer than this, however long the work took."""
 STYLE = Path(__file__).with_name("style.css")
 
 
@@ -28,6 +32,15 @@ def style_sheet() -> W.HTML:
 
 def escape(text: object) -> str:
     return html.escape(str(text))
+
+
+def loop_runs() -> bool:
+    """Whether an event loop runs here, as in a notebook; a script has none."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 class Messages(W.HTML):  # type: ignore[misc]
@@ -86,9 +99,12 @@ class Guard:
 
         def guarded(*args: Any, **kwargs: Any) -> None:
             try:
-                if not keep:
-                    self.messages.clear()
-                callback(*args, **kwargs)
+                # A collection goes through all that the kernel holds, plotly and torch included: a tenth of a second
+                # and more, in the middle of a drag.
+                with without_collecting():
+                    if not keep:
+                        self.messages.clear()
+                    callback(*args, **kwargs)
             except Exception as e:  # whatever it is: a console is not where a person looks
                 self.messages.error(e)
 
@@ -96,27 +112,39 @@ class Guard:
 
 
 class Latest:
-    """Collects changes and hands over the newest of each once per turn of the event loop.
+    """Collects changes and hands over the newest of each some time later.
 
-    While a slider is dragged, only values that can still be seen are worked on. Without a running loop (a script, a
-    test) every change is handed over at once.
+    While a slider is dragged, only values that can still be seen are worked on: the work takes no more than half of the
+    kernel's time, so that messages are heard between. Without a running loop (a script, a test) every change is handed
+    over at once.
+
+    Args:
+        run: called with the newest value of each name that was put.
+        delay_s: from the first change to the call.
+        at_rest: count the delay from the last change instead.
     """
 
-    def __init__(self, run: Callable[[dict[str, Any]], None], delay_s: float = 0.02):
-        self._run, self._delay = run, delay_s
+    def __init__(self, run: Callable[[dict[str, Any]], None], delay_s: float = 0.02, *, at_rest: bool = False):
+        self._run, self._delay, self._at_rest = run, delay_s, at_rest
+        self._worked: tuple[float, float] = (0.0, 0.0)
+        """When the last work ended, on the monotonic clock, and how long it took."""
         self._pending: dict[str, Any] = {}
         self._handle: asyncio.TimerHandle | None = None
 
     def put(self, **changes: Any) -> None:
         self._pending.update(changes)
         if self._handle is not None:
-            return
+            if not self._at_rest:
+                return
+            self._handle.cancel()
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             self.flush()
         else:
-            self._handle = loop.call_later(self._delay, self.flush)
+            ended, took = self._worked
+            pause = min(took, MOST_PAUSE_S) - (time.monotonic() - ended)
+            self._handle = loop.call_later(max(self._delay, pause), self.flush)
 
     @property
     def pending(self) -> frozenset[str]:
@@ -130,7 +158,10 @@ class Latest:
             self._handle = None
         changes, self._pending = self._pending, {}
         if changes:
+            begin = time.monotonic()
             self._run(changes)
+            ended = time.monotonic()
+            self._worked = ended, ended - begin
 
 
 def cards_html(items: tuple[vm.HeadlineItem, ...]) -> str:

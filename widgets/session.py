@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from superoffload import draft as draft_module
 from superoffload import hardware as hw_module
 from superoffload.activation_costs import knows_compiled
 from superoffload.errors import InputError, NotSupported
 from superoffload.graph import buckets_of
 from superoffload.hardware import Hardware
-from superoffload.layout import Bucket
+from superoffload.layout import BucketCut
 from superoffload.model import ModelSpec
 from superoffload.plan import Plan
 from superoffload.profile_scaling import rescale, retarget
@@ -68,6 +71,7 @@ class Session:
         hardware: look at another machine than the profile's.
         baseline: numbers to compare with: a trace, or a plan that is simulated on the same profile.
         autosave: file that every change is written to; None keeps the session in memory.
+        draft_above: begin with a draft where the step has more operators than this.
 
     Raises:
         InputError: the plan and the profile do not belong together.
@@ -80,6 +84,8 @@ class Session:
         hardware: Hardware | None = None,
         baseline: Trace | Plan | vm.Numbers | None = None,
         autosave: str | os.PathLike[str] | None = None,
+        *,
+        draft_above: int | None = None,
     ):
         self.given = profile
         self.hardware = hardware or profile.hardware
@@ -88,7 +94,8 @@ class Session:
         self.save_error: str | None = None
         self.saver: Callable[[], None] = self.save
         """Called after every change; a dashboard may put it off until the hand rests."""
-        self._buckets: tuple[tuple[float, tuple[int, ...]], list[Bucket]] | None = None
+        self._buckets: tuple[tuple[float, tuple[int, ...]], BucketCut] | None = None
+        self._draft_above = draft_above
         if plan is None:
             plan = self._make_plan()
         elif (plan.micro_batch, plan.seq_len) != (profile.micro_batch, profile.seq_len):
@@ -102,15 +109,16 @@ class Session:
         self._keep_baseline(baseline)
         self._history: list[Edit] = [Edit(self.plan, self.hardware, "start")]
         self._position = 0
+        self._draft_above = None
 
     # ---- what is shown -------------------------------------------------------------------------------------------
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> BucketCut:
         """Buckets of the present plan, cut as the engine cuts them."""
         return self._cut(self.plan)
 
-    def _cut(self, plan: Plan) -> list[Bucket]:
+    def _cut(self, plan: Plan) -> BucketCut:
         # The cut depends on the parameters, the size and what flows alone, which no other edit changes.
         key = (plan.bucket_mb, plan.flow_blocks)
         if self._buckets is None or self._buckets[0] != key:
@@ -202,6 +210,8 @@ class Session:
 
     def pin(self, baseline: Trace | Plan | vm.Numbers | None = None) -> None:
         """Compare with this from now on; with the present trace when nothing is given."""
+        if baseline is None:
+            self.settle()
         self._keep_baseline(baseline if baseline is not None else self.trace)
         self.saver()
 
@@ -269,9 +279,44 @@ class Session:
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def _simulate(self) -> Trace:
+        if self._draft_above is not None:
+            quick = draft_module.draft(self.profile, self.plan, self._draft_above)
+            if quick is not None:
+                return quick
+        return self.exact()
+
+    def exact(self, stop: threading.Event | None = None) -> Trace:
+        """Simulate the present plan with all its buckets; nothing is changed, so that a thread may do it."""
         from superoffload.simulator import simulate
 
-        return simulate(self.profile, self.plan)
+        return simulate(self.profile, self.plan, stop=stop)
+
+    @contextmanager
+    def drafting(self, above: int) -> Iterator[None]:
+        """Within this, steps of more operators than `above` are drafts: while a hand is on a knob, the next value comes
+        sooner than a large model is simulated. `settle` or `take_exact` ends it."""
+        self._draft_above = above
+        try:
+            yield
+        finally:
+            self._draft_above = None
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether `trace` is a draft, cut into fewer buckets than the plan says."""
+        return draft_module.KEY in self.trace.context
+
+    def take_exact(self, trace: Trace, instead_of: Trace) -> bool:
+        """Show the exact trace in place of its draft, unless something else is shown by now; return whether it is."""
+        if self.trace is not instead_of:
+            return False
+        self.trace = trace
+        return True
+
+    def settle(self) -> None:
+        """Make sure that `trace` is no draft."""
+        if self.is_draft:
+            self.trace = self.exact()
 
     def _make_plan(self, profile: Profile | None = None, hardware: Hardware | None = None, **knobs: Any) -> Plan:
         from superoffload.planner import make_plan

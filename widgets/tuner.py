@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ import ipywidgets as W
 import traitlets
 
 from superoffload.config import ModelRef, OptimizerConfig, TrainingConfig, TunedConfig
+from superoffload.draft import DRAFT_OPERATORS, operators
+from superoffload.draft import KEY as DRAFT
 from superoffload.errors import InputError
 from superoffload.hardware import Hardware
 from superoffload.measured_step import MeasuredStep
@@ -25,6 +28,7 @@ from superoffload.widgets import session as sessions
 from superoffload.widgets import theme as themes
 from superoffload.widgets import view_models as vm
 from superoffload.widgets.autotune import Autotune
+from superoffload.widgets.background import Background
 from superoffload.widgets.block_text import parse_blocks
 from superoffload.widgets.bridge import ThemeBridge
 from superoffload.widgets.compare_panel import ComparePanel
@@ -34,7 +38,17 @@ from superoffload.widgets.export_panel import ExportPanel
 from superoffload.widgets.live import LiveFigure
 from superoffload.widgets.measure_panel import MeasurePanel
 from superoffload.widgets.measured_view import overlay
-from superoffload.widgets.parts import Guard, Latest, Messages, button, cards_html, escape, legend_html, style_sheet
+from superoffload.widgets.parts import (
+    Guard,
+    Latest,
+    Messages,
+    button,
+    cards_html,
+    escape,
+    legend_html,
+    loop_runs,
+    style_sheet,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,6 +59,12 @@ SAVE_AFTER_S = 0.3
 """An edit is on the disk this much later: writing it costs as much as simulating it."""
 ADVISE_AFTER_S = 0.4
 """What does not fit is said at once; a plan that would fit is looked for when the hand rests."""
+EXACT_AFTER_S = 0.2
+"""A draft is followed by the exact simulation when the hand rests so long."""
+MOST_OPERATORS = 200_000
+"""Of a step of more operators the draft stays: to simulate it would take many seconds, in which the kernel is slow."""
+OPEN_WITH_DRAFT_ABOVE = 60_000
+"""Operators of a step that takes more than a second to simulate: the Tuner opens with a draft of it."""
 AUTOSAVE_FOLDER = ".superoffload"
 
 
@@ -96,7 +116,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
             model, profile = profile, _profile(profile, batch)
         elif model is not None:
             _check_model(model, profile)
-        session = sessions.Session(profile, plan, hardware, baseline, _autosave_path(autosave, profile))
+        session = sessions.Session(profile, plan, hardware, baseline, _autosave_path(autosave, profile),
+                                   draft_above=OPEN_WITH_DRAFT_ABOVE if loop_runs() else None)  # fmt: skip
         self._build(session, model, batch, model_source)
         self.recorded = recorded
         if recorded is not None:
@@ -125,9 +146,11 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self._bridge = ThemeBridge()
         self._bridge.observe(self._guard(lambda _: self._follow_theme(), keep=True), names="theme")
         self._edits = Latest(self._guard(self._apply))
-        saves = Latest(lambda _: session.save(), SAVE_AFTER_S)
-        session.saver = lambda: saves.put(now=True)
-        self._advice = Latest(self._guard(self._advise, keep=True), ADVISE_AFTER_S)
+        self._saves = Latest(lambda _: session.save(), SAVE_AFTER_S, at_rest=True)
+        session.saver = lambda: self._saves.put(now=True)
+        self._advice = Latest(self._guard(self._advise, keep=True), ADVISE_AFTER_S, at_rest=True)
+        self._advising, self._simulating = Background("advice"), Background("exact simulation")
+        self._exact = Latest(self._guard(self._simulate_exactly, keep=True), EXACT_AFTER_S, at_rest=True)
         self.controls = Controls(session, self._edits.put, self._guard(self._choose))
         self._title, self._cards = W.HTML(), W.HTML(layout=W.Layout(width="100%", margin="2px 0"))
         self._legend, self._stalls = (W.HTML(layout=W.Layout(width="100%", margin="0")) for _ in range(2))
@@ -244,19 +267,27 @@ class Tuner(W.VBox):  # type: ignore[misc]
             if isinstance(changes.get("flow_blocks"), str):
                 layers = tuple(i for i, b in enumerate(self.session.profile.blocks) if b.kind == "layer")
                 changes = {**changes, "flow_blocks": parse_blocks(changes["flow_blocks"], layers)}
-            self.session.edit(**changes)
+            with self._live():
+                self.session.edit(**changes)
         finally:
             self._refresh()  # after a refused edit the knob goes back to what is true
 
     def _choose(self, field: str) -> None:
         self._run(lambda: self.session.choose(field))
 
+    def _live(self) -> AbstractContextManager[None]:
+        """Around what a hand does: a large model is drafted, and simulated exactly when the hand rests. Where no loop
+        runs there is no rest to wait for."""
+        return self.session.drafting(DRAFT_OPERATORS) if loop_runs() else nullcontext()
+
     def _run(self, action: Any) -> None:
-        action()
+        with self._live():
+            action()
         self._refresh()
 
     def _step_history(self, action: Any) -> None:
-        action()
+        with self._live():
+            action()
         self._show_machine()
         self._refresh()
 
@@ -265,7 +296,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
         if hardware == self.session.hardware:
             return
         try:
-            self.session.set_hardware(hardware)
+            with self._live():
+                self.session.set_hardware(hardware)
         finally:
             self._show_machine()
             self._refresh()
@@ -282,11 +314,12 @@ class Tuner(W.VBox):  # type: ignore[misc]
             self.machine.value = title
 
     def _toggle_pin(self) -> None:
+        draft = self.session.is_draft
         if self.session.baseline is None:
             self.session.pin()
         else:
             self.session.unpin()
-        self._refresh(figures_too=False)
+        self._refresh(figures_too=draft)
 
     def _layer_clicked(self, trace: Any, points: Any, _: Any) -> None:
         flow = set(self.session.plan.flow_blocks)
@@ -299,7 +332,9 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self._apply({"flow_blocks": tuple(sorted(flow))})
 
     def _bucket_clicked(self, trace: Any, points: Any, _: Any) -> None:
-        self._apply({"retained_buckets": len(self.session.buckets) - min(points.point_inds)})
+        s = self.session
+        bars = vm.layer_map(s.profile, s.plan, s.buckets).bucket_bars
+        self._apply({"retained_buckets": len(s.buckets) - bars[min(points.point_inds)].start})
 
     @property
     def export_panel(self) -> ExportPanel | None:
@@ -324,7 +359,9 @@ class Tuner(W.VBox):  # type: ignore[misc]
 
     def _export_config(self, optimizer: OptimizerConfig, training: TrainingConfig) -> TunedConfig:
         self._optimizer, self._training = optimizer, training
-        self._refresh(figures_too=False)
+        draft = self.session.is_draft
+        self.session.settle()
+        self._refresh(figures_too=draft)
         return self.config
 
     # ---- drawing -------------------------------------------------------------------------------------------------
@@ -413,6 +450,10 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self.pin.description = "Pin baseline" if s.baseline is None else "Unpin"
         self.undo.disabled, self.redo.disabled = not s.can_undo, not s.can_redo
         self.messages.state(vm.overflow_line(s.trace.memory) or (s.save_error or ""))
+        self._simulating.drop()  # what it works on is shown no more
+        if s.is_draft and self._draft_is_followed():
+            self._exact.put(now=True)
+        self._advising.drop()
         if not s.trace.memory.fits:
             self._advice.put(now=True)
         kinds = {e.kind for t in (s.trace, self.measured) if t is not None for e in t.events}
@@ -426,9 +467,34 @@ class Tuner(W.VBox):  # type: ignore[misc]
             self.autotune_panel.offer()
 
     def _advise(self, _: Any) -> None:
-        advice = self.session.fit_advice()  # empty where the plan has been made to fit in the meantime
+        if not loop_runs():
+            self._show_advice(self.session.fit_advice(), None)
+        elif not self.session.trace.memory.fits:  # it may have been made to fit in the meantime
+            shown = self._guard(self._show_advice, keep=True)
+            self._advising.start(lambda stop, tell: self.session.fit_advice(), shown)
+
+    def _show_advice(self, advice: str | None, error: Exception | None) -> None:
+        if error is not None:
+            raise error
         if advice:
             self.messages.state(advice)
+
+    def _draft_is_followed(self) -> bool:
+        s = self.session
+        return operators(s.profile, s.plan, len(s.buckets)) <= MOST_OPERATORS
+
+    def _simulate_exactly(self, _: Any) -> None:
+        """Put the exact trace in the place of a draft, once a thread has simulated it."""
+        session, draft = self.session, self.session.trace
+
+        def done(exact: Trace | None, error: Exception | None) -> None:
+            if error is not None:
+                raise error
+            if exact is not None and session.take_exact(exact, draft):
+                self._refresh()
+
+        if session.is_draft:
+            self._simulating.start(lambda stop, tell: session.exact(stop), self._guard(done, keep=True))
 
     def _foot_html(self) -> str:
         s = self.session
@@ -437,6 +503,9 @@ class Tuner(W.VBox):  # type: ignore[misc]
             f"<li><b>{escape(i.place)}</b> {escape(i.name)}: {format_bytes(i.bytes)}</li>" for i in s.trace.memory.items
         )
         notes = [f"Numbers are {s.trace.source} for {s.trace.hardware}."]
+        if s.is_draft:
+            later = "when the knobs rest" if self._draft_is_followed() else "when the plan is exported or pinned"
+            notes.append(f"A draft, {s.trace.context[DRAFT]}: all are simulated {later}.")
         for key in ("retargeted", "calibrated"):
             if key in s.profile.context:
                 told = s.profile.context[key]

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from superoffload.graph import backward_tensors, buckets_of
-from superoffload.layout import Bucket
+from superoffload.draft import KEY as DRAFT
+from superoffload.graph import buckets_of
+from superoffload.layout import BucketCut
 from superoffload.memory import Ledger, Place
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
@@ -45,6 +46,8 @@ KIND_TITLES: dict[str, str] = {
 MAX_BARS = 1200
 """Most spans drawn at once: more than a screen has pixels for, few enough for one small message."""
 MAX_STALLS = 60
+MAX_BUCKET_BARS = 600
+"""The strip of buckets has a few hundred pixels: of more buckets, neighbours share a bar."""
 
 Verdict = Literal["better", "worse", "same", ""]
 
@@ -162,28 +165,34 @@ class LayerMap:
     retained_buckets: int
 
     @property
+    def bucket_bars(self) -> tuple[range, ...]:
+        """Buckets that are drawn as one bar each; one bar never holds both retained and other buckets."""
+        n = len(self.bucket_params)
+        each, cpu = max(1, -(-n // MAX_BUCKET_BARS)), n - self.retained_buckets
+        parts = (range(cpu), range(cpu, n))
+        return tuple(part[i : i + each] for part in parts for i in range(0, len(part), each))
+
+    @property
     def layer_indices(self) -> tuple[int, ...]:
         """Blocks that may flow: the transformer layers."""
         return tuple(b.index for b in self.blocks if b.kind == "layer")
 
 
 def origin(trace: Trace) -> str:
-    """Say whether a trace was measured or modelled, and for which machine."""
-    return f"{trace.source}, {trace.hardware}"
+    """Say whether a trace was measured or modelled, and for which machine; and that it is a draft, where it is one."""
+    return f"{trace.source}{' draft' if DRAFT in trace.context else ''}, {trace.hardware}"
 
 
-def layer_map(profile: Profile, plan: Plan, buckets: list[Bucket] | None = None) -> LayerMap:
+def layer_map(profile: Profile, plan: Plan, buckets: BucketCut | None = None) -> LayerMap:
     """Tell for each block how much of its state is retained on the GPU and whether its weights flow."""
     cut = buckets_of(profile, plan.bucket_mb, plan.flow_blocks) if buckets is None else buckets
     kept = min(plan.retained_buckets, len(cut))
-    owner = [t.block for t in backward_tensors(profile)]
     retained = [0] * len(profile.blocks)
-    for bucket in cut[len(cut) - kept :]:
-        for segment in bucket.segments:
-            retained[owner[segment.tensor]] += segment.numel
+    for block, count in cut.params_by_block(len(cut) - kept).items():
+        retained[block] = count
     flow = set(plan.flow_blocks)
     blocks = tuple(BlockBar(i, b.name, b.kind, b.params, retained[i], i in flow) for i, b in enumerate(profile.blocks))
-    return LayerMap(blocks, tuple(b.params for b in cut), kept)
+    return LayerMap(blocks, tuple(cut.params.tolist()), kept)
 
 
 def memory_rows(ledger: Ledger) -> tuple[MemoryRow, ...]:
@@ -329,21 +338,21 @@ def timeline(
     events.sort(key=lambda e: (e.kind, e.lane, e.start_s))
     runs, grain = _merge(events, max_bars, hi - lo)
     ends = _ends(runs, grain)
-    groups = []
-    for kind in KIND_TITLES:
-        chosen = [r for r in runs if r[0].kind == kind]
-        until = [end for r, end in zip(runs, ends, strict=True) if r[0].kind == kind]
-        if chosen:
-            groups.append(
-                BarGroup(
-                    kind,
-                    tuple(LANES.index(r[0].lane) for r in chosen),
-                    tuple(r[0].start_s for r in chosen),
-                    tuple(end - r[0].start_s for r, end in zip(chosen, until, strict=True)),
-                    tuple(sum(e.bytes for e in r) for r in chosen),
-                    tuple(_label(r) for r in chosen),
-                )
-            )
+    by_kind: dict[str, list[tuple[list[TraceEvent], float]]] = defaultdict(list)
+    for run, until in zip(runs, ends, strict=True):
+        by_kind[run[0].kind].append((run, until))
+    groups = [
+        BarGroup(
+            kind,
+            tuple(LANES.index(r[0].lane) for r, _ in by_kind[kind]),
+            tuple(r[0].start_s for r, _ in by_kind[kind]),
+            tuple(until - r[0].start_s for r, until in by_kind[kind]),
+            tuple(sum(e.bytes for e in r) for r, _ in by_kind[kind]),
+            tuple(_label(r) for r, _ in by_kind[kind]),
+        )
+        for kind in KIND_TITLES
+        if kind in by_kind
+    ]
     waits = [s for s in trace.stalls if s.start_s + s.duration_s > lo and s.start_s < hi]
     longest = sorted(waits, key=lambda s: -s.duration_s)[:max_stalls]
     stalls = []
@@ -381,26 +390,20 @@ def stall_lines(trace: Trace) -> tuple[str, ...]:
 
 def _merge(events: list[TraceEvent], max_bars: int, span: float) -> tuple[list[list[TraceEvent]], float]:
     """Runs of neighbours, and the gap up to which they were merged; 0 where nothing was."""
-    runs = [[e] for e in events]
+    begins: list[int] = list(range(len(events)))
     merged_at, grain = 0.0, span / max_bars
-    while len(runs) > max_bars and grain <= span:
-        merged: list[list[TraceEvent]] = []
-        reach = 0.0
-        for e in events:
-            run = merged[-1] if merged else None
-            if (
-                run is not None
-                and (run[0].kind, run[0].lane) == (e.kind, e.lane)
-                and e.start_s - reach <= grain
-                and max(reach, e.end_s) - run[0].start_s <= 4 * grain
-            ):
-                run.append(e)
-                reach = max(reach, e.end_s)
+    spans = [(e.kind, e.lane, e.start_s, e.end_s) for e in events]  # read some ten times each
+    while len(begins) > max_bars and grain <= span:
+        begins, kind, lane, begin, reach = [], "", "", 0.0, 0.0
+        for i, (k, where, start, end) in enumerate(spans):
+            until = reach if reach > end else end
+            if k == kind and where == lane and start - reach <= grain and until - begin <= 4 * grain:
+                reach = until
             else:
-                merged.append([e])
-                reach = e.end_s
-        runs, merged_at, grain = merged, grain, grain * 1.5
-    return runs, merged_at
+                begins.append(i)
+                kind, lane, begin, reach = k, where, start, end
+        merged_at, grain = grain, grain * 1.5
+    return [events[a:b] for a, b in itertools.zip_longest(begins, begins[1:])], merged_at
 
 
 def _ends(runs: list[list[TraceEvent]], grain: float) -> list[float]:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from superoffload.hardware import Hardware
 from superoffload.memory import Ledger, LedgerItem
 from superoffload.plan import Plan
-from superoffload.profiler import Profile
+from superoffload.profiler import Profile, estimate
 from superoffload.tracing import Trace, TraceEvent
 from superoffload.widgets import figures, theme
 from superoffload.widgets import view_models as vm
@@ -80,7 +81,22 @@ def test_layer_map_marks_flow_and_retained(small_profile: Profile, trace: Trace)
     assert on_gpu.y.tolist() == [2**18, 2**18, 0, 0]
     assert on_cpu.y.tolist() == [0, 2**18, 2**19, 2**18]
     assert list(on_cpu.marker.pattern.shape) == ["", "", "/", ""]
-    assert list(buckets.marker.color).count(theme.STATE_COLOURS["gpu"]) == 2
+    assert buckets.marker.color.tolist() == [0, 0, 0, 0, 1, 1]
+    assert [colour for _, colour in buckets.marker.colorscale] == [theme.STATE_COLOURS[x] for x in ("cpu", "gpu")]
+
+
+def test_many_buckets_share_bars_that_keep_retained_ones_apart(gh200: Hardware) -> None:
+    profile = estimate("llama-70b", micro_batch=1, seq_len=2048, hardware=gh200)
+    plan = Plan(bucket_mb=64.0, retained_buckets=1001, micro_batch=1, seq_len=2048)
+    view = vm.layer_map(profile, plan)
+    bars, count = view.bucket_bars, len(view.bucket_params)
+    assert len(bars) <= vm.MAX_BUCKET_BARS + 1 < count
+    assert [k for bar in bars for k in bar] == list(range(count))
+    bar = figures.bucket_trace(view, theme.LIGHT)
+    assert bars[int((bar["marker"]["color"] == 0).sum())].start == count - 1001
+    assert float((bar["y"] * bar["width"]).sum()) == pytest.approx(profile.params, rel=1e-4)
+    assert bar["customdata"][-1].tolist() == [bars[-1].start, count - 1]
+    assert sum(b.retained_params for b in view.blocks) == sum(view.bucket_params[-1001:])
 
 
 def test_plot_timeline_titles_every_trace(trace: Trace, make_trace: Callable[..., Trace]) -> None:

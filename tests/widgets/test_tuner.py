@@ -500,3 +500,56 @@ def test_a_profile_without_compiled_layers_says_how_to_get_them(small_profile: P
     assert t.controls.compiled.disabled
     assert "compile_blocks=True" in t.controls.compiled.tooltip
     t.close_all()
+
+
+def test_a_hand_on_a_large_model_sees_a_draft_and_then_the_exact_step(profile: Profile, sent: Sent) -> None:
+    async def turn() -> None:
+        t = Tuner(profile, autosave=False)
+        seen: list[bool] = []
+        t.observe(lambda change: seen.append("draft" in change["new"].context), names="trace")
+        t.controls.bucket.value = 8.0
+        await asyncio.sleep(0.15)
+        assert seen == [True] and t.session.is_draft
+        assert "modelled draft, gh200" in t._cards.value and "in place of" in t._foot.value
+        for _ in range(200):
+            await asyncio.sleep(0.02)
+            if not t.session.is_draft:
+                break
+        assert seen == [True, False] and "draft" not in t._cards.value + t._foot.value
+        assert t.trace == simulate(t.session.profile, t.plan) == t.session.trace
+        t.controls.bucket.value = 4.0
+        await asyncio.sleep(0.1)
+        assert t.session.is_draft
+        t.pin.click()  # what is kept is exact
+        assert not t.session.is_draft and "draft" not in t._cards.value
+        assert t.session.baseline is not None and t.session.baseline.step_s == t.trace.step_s
+        t.plan = t.plan.replace(bucket_mb=2.0)
+        assert "draft" not in t.trace.context, "a program gets what it asked for"
+        t.close_all()
+
+    asyncio.run(turn())
+
+
+def test_a_draft_of_a_value_that_has_gone_is_not_followed(profile: Profile, sent: Sent) -> None:
+    async def turn() -> None:
+        t = Tuner(profile, autosave=False)
+        simulated: list[float] = []
+        exact = t.session.exact
+
+        def counted(stop: Any = None) -> Trace:
+            simulated.append(t.session.plan.bucket_mb)
+            return exact(stop)
+
+        t.session.exact = counted  # type: ignore[method-assign]
+        t._exact._delay = 1.0
+        for size in (8.0, 4.0, 2.0, 8.0):
+            t.controls.bucket.value = size
+            await asyncio.sleep(0.1)
+        for _ in range(500):
+            await asyncio.sleep(0.02)
+            if not t.session.is_draft:
+                break
+        assert simulated == [8.0] and not t.session.is_draft
+        t.close_all()
+
+    asyncio.run(turn())
