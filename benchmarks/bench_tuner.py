@@ -102,8 +102,7 @@ async def at_rest(t: Any, limit_s: float = 120.0) -> None:
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         await asyncio.sleep(0.02)
-        waiting = (t._edits, t._exact, t._advice, t._saves)
-        if not any(w.pending for w in waiting) and not t._simulating.running and not t._advising.running:
+        if not t._edits.pending and not t.at_rest.busy:
             await asyncio.sleep(0.02)  # what the threads have handed to the loop
             return
 
@@ -247,7 +246,8 @@ def machine() -> dict[str, str]:
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     names = ("superoffload", "ipywidgets", "anywidget", "plotly", "jupyter-client", "numpy", "pydantic")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": cpu, "cores": str(cores), "load_average": f"{os.getloadavg()[0]:.1f}", "python": platform.python_version(),
+    load = f"{os.getloadavg()[0]:.1f}"
+    return {"cpu": cpu, "cores": str(cores), "load_average": load, "python": platform.python_version(),
             **{n: importlib.metadata.version(n) for n in names}}  # fmt: skip
 
 
