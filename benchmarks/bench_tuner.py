@@ -102,8 +102,7 @@ async def at_rest(t: Any, limit_s: float = 120.0) -> None:
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         await asyncio.sleep(0.02)
-        waiting = (t._edits, t._exact, t._advice, t._saves)
-        if not any(w.pending for w in waiting) and not t._simulating.running and not t._advising.running:
+        if not t._edits.pending and not t.at_rest.busy:
             await asyncio.sleep(0.02)  # what the threads have handed to the loop
             return
 

@@ -13,7 +13,7 @@ import ipywidgets as W
 import traitlets
 
 from superoffload.config import ModelRef, OptimizerConfig, TrainingConfig, TunedConfig
-from superoffload.draft import DRAFT_OPERATORS, operators
+from superoffload.draft import DRAFT_OPERATORS
 from superoffload.draft import KEY as DRAFT
 from superoffload.errors import InputError
 from superoffload.hardware import Hardware
@@ -27,8 +27,8 @@ from superoffload.widgets import figures
 from superoffload.widgets import session as sessions
 from superoffload.widgets import theme as themes
 from superoffload.widgets import view_models as vm
+from superoffload.widgets.at_rest import AtRest
 from superoffload.widgets.autotune import Autotune
-from superoffload.widgets.background import Background
 from superoffload.widgets.block_text import parse_blocks
 from superoffload.widgets.bridge import ThemeBridge
 from superoffload.widgets.compare_panel import ComparePanel
@@ -55,14 +55,6 @@ if TYPE_CHECKING:
 
 TIMELINE_HEIGHT, STATE_HEIGHT = 216, 216
 """Pixels: the whole panel stands on one screen of 1280 × 800."""
-SAVE_AFTER_S = 0.3
-"""An edit is on the disk this much later: writing it costs as much as simulating it."""
-ADVISE_AFTER_S = 0.4
-"""What does not fit is said at once; a plan that would fit is looked for when the hand rests."""
-EXACT_AFTER_S = 0.2
-"""A draft is followed by the exact simulation when the hand rests so long."""
-MOST_OPERATORS = 200_000
-"""Of a step of more operators the draft stays: to simulate it would take many seconds, in which the kernel is slow."""
 OPEN_WITH_DRAFT_ABOVE = 60_000
 """Operators of a step that takes more than a second to simulate: the Tuner opens with a draft of it."""
 AUTOSAVE_FOLDER = ".superoffload"
@@ -146,11 +138,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self._bridge = ThemeBridge()
         self._bridge.observe(self._guard(lambda _: self._follow_theme(), keep=True), names="theme")
         self._edits = Latest(self._guard(self._apply))
-        self._saves = Latest(lambda _: session.save(), SAVE_AFTER_S, at_rest=True)
-        session.saver = lambda: self._saves.put(now=True)
-        self._advice = Latest(self._guard(self._advise, keep=True), ADVISE_AFTER_S, at_rest=True)
-        self._advising, self._simulating = Background("advice"), Background("exact simulation")
-        self._exact = Latest(self._guard(self._simulate_exactly, keep=True), EXACT_AFTER_S, at_rest=True)
+        self.at_rest = AtRest(session, self._guard, self.messages.state, self._refresh)
+        session.saver = self.at_rest.save
         self.controls = Controls(session, self._edits.put, self._guard(self._choose))
         self._title, self._cards = W.HTML(), W.HTML(layout=W.Layout(width="100%", margin="2px 0"))
         self._legend, self._stalls = (W.HTML(layout=W.Layout(width="100%", margin="0")) for _ in range(2))
@@ -450,12 +439,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self.pin.description = "Pin baseline" if s.baseline is None else "Unpin"
         self.undo.disabled, self.redo.disabled = not s.can_undo, not s.can_redo
         self.messages.state(vm.overflow_line(s.trace.memory) or (s.save_error or ""))
-        self._simulating.drop()  # what it works on is shown no more
-        if s.is_draft and self._draft_is_followed():
-            self._exact.put(now=True)
-        self._advising.drop()
-        if not s.trace.memory.fits:
-            self._advice.put(now=True)
+        self.at_rest.shown()
         kinds = {e.kind for t in (s.trace, self.measured) if t is not None for e in t.events}
         note = "" if self.measured is None else "In each lane: predicted above, measured below"
         _put(self._legend, legend_html((k for k in vm.KIND_TITLES if k in kinds), bool(s.trace.stalls), note))
@@ -466,36 +450,6 @@ class Tuner(W.VBox):  # type: ignore[misc]
         if self.autotune_panel is not None:
             self.autotune_panel.offer()
 
-    def _advise(self, _: Any) -> None:
-        if not loop_runs():
-            self._show_advice(self.session.fit_advice(), None)
-        elif not self.session.trace.memory.fits:  # it may have been made to fit in the meantime
-            shown = self._guard(self._show_advice, keep=True)
-            self._advising.start(lambda stop, tell: self.session.fit_advice(), shown)
-
-    def _show_advice(self, advice: str | None, error: Exception | None) -> None:
-        if error is not None:
-            raise error
-        if advice:
-            self.messages.state(advice)
-
-    def _draft_is_followed(self) -> bool:
-        s = self.session
-        return operators(s.profile, s.plan, len(s.buckets)) <= MOST_OPERATORS
-
-    def _simulate_exactly(self, _: Any) -> None:
-        """Put the exact trace in the place of a draft, once a thread has simulated it."""
-        session, draft = self.session, self.session.trace
-
-        def done(exact: Trace | None, error: Exception | None) -> None:
-            if error is not None:
-                raise error
-            if exact is not None and session.take_exact(exact, draft):
-                self._refresh()
-
-        if session.is_draft:
-            self._simulating.start(lambda stop, tell: session.exact(stop), self._guard(done, keep=True))
-
     def _foot_html(self) -> str:
         s = self.session
         items = "".join(f"<li><b>{escape(k)}</b> {escape(v)}</li>" for k, v in s.plan.reasons.items())
@@ -504,7 +458,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         )
         notes = [f"Numbers are {s.trace.source} for {s.trace.hardware}."]
         if s.is_draft:
-            later = "when the knobs rest" if self._draft_is_followed() else "when the plan is exported or pinned"
+            later = "when the knobs rest" if self.at_rest.draft_is_followed else "when the plan is exported or pinned"
             notes.append(f"A draft, {s.trace.context[DRAFT]}: all are simulated {later}.")
         for key in ("retargeted", "calibrated"):
             if key in s.profile.context:

@@ -541,7 +541,7 @@ def test_a_draft_of_a_value_that_has_gone_is_not_followed(profile: Profile, sent
             return exact(stop)
 
         t.session.exact = counted  # type: ignore[method-assign]
-        t._exact._delay = 1.0
+        t.at_rest._exact._delay = 1.0
         for size in (8.0, 4.0, 2.0, 8.0):
             t.controls.bucket.value = size
             await asyncio.sleep(0.1)
