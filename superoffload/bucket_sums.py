@@ -58,7 +58,8 @@ class BucketSums:
             "record": _running(np.add, share(UNDO_BYTES * cut.numel + tiles * UNDO_TILE_BYTES)),
             "snapshot": _running(np.add, share(ADAM_STATE_BYTES * cut.numel)),
         }
-        self._together = _most_together(cut.last_blocks())
+        self._of_a_block = _most_together(cut.last_blocks())
+        self._of_a_parameter = _most_together(cut.last_tensor)
 
     def first(self, kind: Kind, n: int) -> int:
         """Elements of one kind in the first n buckets."""
@@ -84,7 +85,8 @@ class BucketSums:
 
     def ring_slots(self, n: int, *, at_once: bool) -> int:
         """`layout.ring_slots` of the first n buckets."""
-        return ring_slots_for(int(self._together[n]), at_once=at_once)
+        together = self._of_a_block if at_once else self._of_a_parameter
+        return ring_slots_for(int(together[n]), at_once=at_once)
 
     def over(self, of: Callable[[Kind], bool], value: Callable[[Kind], int]) -> int:
         """Sum of `value` over the kinds that are `of` it."""
@@ -119,6 +121,7 @@ class _Columns:
     segment_numel: Whole
     begins: Whole
     last: Whole
+    last_tensor: Whole
 
     @classmethod
     def of(cls, buckets: Sequence[Bucket]) -> _Columns:
@@ -136,6 +139,7 @@ class _Columns:
             column(s.numel for b in buckets for s in b.segments),
             np.cumsum(column(segments)) - column(segments),
             column(b.blocks[-1] for b in buckets),
+            column(b.segments[-1].tensor for b in buckets),
         )
 
     def sum_of_segments(self, values: Whole) -> Whole:
@@ -151,16 +155,16 @@ def _running(add: np.ufunc, values: Whole) -> Whole:
 
 
 def _most_together(last: Whole) -> Whole:
-    """How many of the first n buckets one block completes at most, for every n.
+    """How many of the first n buckets one block, or parameter, completes at most, for every n.
 
     Args:
-        last: the block that completes each bucket.
+        last: the block or parameter that completes each bucket.
     """
     order = np.argsort(last, kind="stable")
     ordered = last[order]
     begins = np.searchsorted(ordered, ordered)
     completed = np.empty_like(last)
-    completed[order] = np.arange(1, len(last) + 1) - begins  # of its block, with this one
+    completed[order] = np.arange(1, len(last) + 1) - begins  # by the same, with this one
     return _running(np.maximum, completed)
 
 

@@ -29,6 +29,9 @@ Whole = NDArray[np.int64]
 RING_SLOTS = 4
 """Gradient buckets on the GPU at a time: one fills while others are on their way. More would only hold memory, since
 one copy runs at a time."""
+MOST_SLOTS = 16
+"""Slots at most for the buckets that one parameter fills, whose gradient comes whole: beyond that, as for the head of a
+large vocabulary, memory is worth more than what the GPU waits once in each backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,17 +229,17 @@ def cut_buckets(tensors: Sequence[TensorRef], bucket_mb: float) -> list[Bucket]:
 
 
 def ring_slots(buckets: Sequence[Bucket], *, at_once: bool) -> int:
-    """Slots of the ring in which gradients wait for their copy down.
+    """Slots of the ring in which gradients wait for their copy down. There is one for each bucket that is completed
+    together with others, or the GPU would wait for the copies of its own gradients.
 
     Args:
         buckets: those that go down.
-        at_once: the gradients of a block come together, as those of a compiled layer do: there is a slot for each
-            bucket that a block completes, or the GPU would wait for the copies of its own gradients.
+        at_once: the gradients of a block come together, as those of a compiled layer do. Else those of a parameter do.
     """
-    most = max(Counter(b.blocks[-1] for b in buckets).values(), default=0)
-    return ring_slots_for(most, at_once=at_once)
+    last = Counter(b.blocks[-1] if at_once else b.segments[-1].tensor for b in buckets)
+    return ring_slots_for(max(last.values(), default=0), at_once=at_once)
 
 
 def ring_slots_for(together: int, *, at_once: bool) -> int:
-    """`ring_slots` of buckets of which no block completes more than `together`."""
-    return max(RING_SLOTS, 1 + together) if at_once else RING_SLOTS
+    """`ring_slots` of buckets of which no block, or no parameter, completes more than `together`."""
+    return max(RING_SLOTS, 1 + together if at_once else min(1 + together, MOST_SLOTS))
