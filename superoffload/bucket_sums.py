@@ -86,7 +86,8 @@ class BucketSums:
     def ring_slots(self, n: int, *, at_once: bool) -> int:
         """`layout.ring_slots` of the first n buckets."""
         together = self._of_a_block if at_once else self._of_a_parameter
-        return ring_slots_for(int(together[n]), at_once=at_once)
+        largest = max((self.largest_of_first(kind, n) for kind in self.kinds), default=1)
+        return ring_slots_for(int(together[n]), largest, at_once=at_once)
 
     def over(self, of: Callable[[Kind], bool], value: Callable[[Kind], int]) -> int:
         """Sum of `value` over the kinds that are `of` it."""

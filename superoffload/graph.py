@@ -220,14 +220,17 @@ def gpu_seconds(profile: Profile, plan: Plan) -> float:
         recompute_s = block_cost(block, policy, compiled=plan.compile_blocks).recompute_s
         once += sum(block_seconds(block, compiled=plan.compile_blocks)) + recompute_s
     buckets = buckets_of(profile, plan.bucket_mb, plan.flow_blocks)
-    sums, packed, updated = buckets.sums(plan.chips), 0, 0
+    sums, packed, updated, held = buckets.sums(plan.chips), 0, 0, 0
     for dtype, flow in sums.kinds:
         pack, packing = bucket_cost(plan, dtype, flow=flow).gpu_pack_bytes, 2 * DTYPE_BYTES[dtype]
         whole, own = sums.whole_params[dtype, flow], sums.params_of_rest((dtype, flow), 0)
         packed += pack * whole if plan.chips == 1 else packing * whole + (pack - packing) * own
-        updated += sums.params_of_rest((dtype, flow), len(buckets) - plan.retained_buckets)
+        retained = sums.params_of_rest((dtype, flow), len(buckets) - plan.retained_buckets)
+        updated += retained
+        if plan.chips == 1:  # gradients are added to held ones, which are read besides
+            held += DTYPE_BYTES[dtype] * (whole - retained)
     sent = plan.accumulation if plan.accumulate_on == "cpu" else 1
-    moved = sent * packed + ADAM_STREAM_BYTES * updated
+    moved = sent * packed + (sent - 1) * held + ADAM_STREAM_BYTES * updated
     return plan.accumulation * once + moved / (profile.hardware.gpu.hbm_gb_per_s * GB)
 
 

@@ -29,9 +29,9 @@ Whole = NDArray[np.int64]
 RING_SLOTS = 4
 """Gradient buckets on the GPU at a time: one fills while others are on their way. More would only hold memory, since
 one copy runs at a time."""
-MOST_SLOTS = 16
-"""Slots at most for the buckets that one parameter fills, whose gradient comes whole: beyond that, as for the head of a
-large vocabulary, memory is worth more than what the GPU waits once in each backward."""
+MOST_RING_ELEMENTS = 1 << 28
+"""Gradient elements in the ring at most for the buckets that one parameter fills, whose gradient comes whole: beyond
+that, as for the head of a large vocabulary, memory is worth more than what the GPU waits once in each backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +237,11 @@ def ring_slots(buckets: Sequence[Bucket], *, at_once: bool) -> int:
         at_once: the gradients of a block come together, as those of a compiled layer do. Else those of a parameter do.
     """
     last = Counter(b.blocks[-1] if at_once else b.segments[-1].tensor for b in buckets)
-    return ring_slots_for(max(last.values(), default=0), at_once=at_once)
+    largest = max((b.numel for b in buckets), default=1)
+    return ring_slots_for(max(last.values(), default=0), largest, at_once=at_once)
 
 
-def ring_slots_for(together: int, *, at_once: bool) -> int:
-    """`ring_slots` of buckets of which no block, or no parameter, completes more than `together`."""
-    return max(RING_SLOTS, 1 + together if at_once else min(1 + together, MOST_SLOTS))
+def ring_slots_for(together: int, largest: int, *, at_once: bool) -> int:
+    """`ring_slots` of buckets of which no block, or no parameter, completes more than `together`, the largest of so
+    many elements."""
+    return max(RING_SLOTS, 1 + together if at_once else min(1 + together, MOST_RING_ELEMENTS // max(1, largest)))

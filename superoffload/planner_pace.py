@@ -15,6 +15,11 @@ GOOD_ENOUGH = 1.003
 SEARCH_BUCKETS = 96
 """Buckets in the simulations of a search; the chosen plan is simulated with its own."""
 
+CLOSE_BUCKETS = 384
+"""In those that decide between plans that are close to each other."""
+CLOSE = 1.03
+"""Steps of `SEARCH_BUCKETS` buckets within 3 % of each other may be in the wrong order."""
+
 SEARCH_MICRO_BATCHES = 3
 """Micro-batches that are simulated; a search takes those beyond for repetitions of the last."""
 
@@ -40,6 +45,10 @@ class Pace:
     def seconds(self, plan: Plan) -> float:
         """Of a step, simulated with few buckets."""
         return seconds_of(self.profile, self.coarse(plan))
+
+    def closer(self, plan: Plan) -> float:
+        """Of a step, simulated with more buckets."""
+        return seconds_of(self.profile, self.coarse(plan, CLOSE_BUCKETS))
 
     def gpu_seconds(self, plan: Plan) -> float:
         """What the GPU alone needs for a step: no plan with this policy is faster."""

@@ -11,7 +11,7 @@ from superoffload.activation_costs import block_cost
 from superoffload.fitting import evenly
 from superoffload.memory import ledger
 from superoffload.plan import ACTIVATIONS, Activations, Plan
-from superoffload.planner_pace import GOOD_ENOUGH, Pace, first
+from superoffload.planner_pace import CLOSE, GOOD_ENOUGH, Pace, first
 from superoffload.planner_room import Room, spread_by_state
 from superoffload.profiler import Profile
 from superoffload.units import format_bytes, format_seconds
@@ -72,12 +72,12 @@ class Placement:
             candidate = self._prefetch(self._retained(candidate, why), why)
             found.append((float("inf"), candidate, why))
         elif self._chosen and "activations_by_block" not in self.given:
-            found += self._mixed()
+            found = self._closer(found + self._mixed())
         shortest = min(f[0] for f in found)
         seconds, best, why = next(f for f in found if f[0] <= shortest * GOOD_ENOUGH)
         reasons |= why
         if self._chosen:
-            whole = self._found or found
+            whole = [f for f in found if not f[1].activations_by_block] or found
             too_large = [
                 p for p in self._names if p not in self._slower and all(f[1].activations != p for f in self._found)
             ]
@@ -85,6 +85,13 @@ class Placement:
                        default=(seconds, best, why))  # fmt: skip
             reasons["activations"] = self._why_activations(base[1], base[0], whole, self._slower, too_large)
         return best, reasons
+
+    def _closer(self, found: list[Candidate]) -> list[Candidate]:
+        """The same plans, those that are close to the shortest simulated with more buckets."""
+        close = min(f[0] for f in found) * CLOSE
+        if sum(f[0] <= close for f in found) < 2:
+            return found
+        return [(self.pace.closer(f[1]) if f[0] <= close else f[0], *f[1:]) for f in found]
 
     def _placed(self, plan: Plan, *, anyway: bool = False) -> list[Candidate]:
         """The plan with everything else placed, accumulated gradients held on whichever side makes it faster; nothing

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from superoffload import layout
+from superoffload.bucket_sums import CutBuckets
 from superoffload.layout import (
     ALIGN,
     NORM_CHUNK,
@@ -83,3 +85,14 @@ def test_the_ring_has_a_slot_for_each_bucket_of_a_block_whose_gradients_come_tog
     assert ring_slots(buckets, at_once=True) == 11
     assert ring_slots(buckets[:13], at_once=True) == 11, "the fuller block decides"
     assert ring_slots(cut_buckets(tensors, 1), at_once=True) == ring_slots([], at_once=True) == RING_SLOTS
+
+
+def test_the_ring_has_a_slot_for_each_bucket_that_one_parameter_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [TensorRef(0, 0, NORM_CHUNK), TensorRef(1, 0, 9 * NORM_CHUNK), TensorRef(2, 0, 3 * NORM_CHUNK)]
+    buckets = cut_buckets(tensors, 4 * NORM_CHUNK / 2**20)
+    assert len(buckets) == 13
+    sums = CutBuckets(tensors, 4 * NORM_CHUNK / 2**20).sums(1)
+    for most, slots in ((1 << 28, 10), (6 * NORM_CHUNK, 6), (1, RING_SLOTS)):
+        monkeypatch.setattr(layout, "MOST_RING_ELEMENTS", most)
+        assert ring_slots(buckets, at_once=False) == sums.ring_slots(13, at_once=False) == slots
+        assert ring_slots(buckets[:4], at_once=False) == sums.ring_slots(4, at_once=False) == RING_SLOTS
