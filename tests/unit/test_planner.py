@@ -309,7 +309,7 @@ def test_what_gives_way_as_memory_runs_out() -> None:
     assert (few.speculate, few.master) == ("auto", "split")
     assert "all that may lie there" in few.reasons["master"] and "on the CPU: a step of" in few.reasons["undo_buckets"]
     assert few.undo_buckets is not None and ledger(profile, few).fits
-    profile = large(54, gpu_gb=148.5, host_gb=125.3)
+    profile = large(54, gpu_gb=148.5, host_gb=125.12)
     split = make_plan(profile, loss_chunks=1)
     assert (split.speculate, split.master, split.cast_up) == ("off", "split", "fused")
     assert "no plan has memory left" in split.reasons["speculate"] and "nothing" in split.reasons["undo_buckets"]
