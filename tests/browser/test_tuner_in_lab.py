@@ -167,3 +167,28 @@ def test_dark_theme_and_run_panel(new_page: Callable[..., Any], lab: Any) -> Non
         page.check_clean()
     finally:
         lab.theme("JupyterLab Light")
+
+
+def test_a_dark_page_is_readable_while_the_kernel_is_busy(new_page: Callable[..., Any], lab: Any) -> None:
+    """As under Run All: the kernel learns of the theme only when all cells have run."""
+    lab.theme("JupyterLab Dark")
+    try:
+        page = new_page()
+        page.run("busy_dark.ipynb", [TUNER, "import time; time.sleep(15)"])
+        page.tuner()
+        colours = page.page.evaluate(
+            """() => {
+                const plot = document.querySelector('.so-tuner .js-plotly-plot');
+                const colour = (at, what) => getComputedStyle(plot.querySelector(at))[what];
+                return [document.querySelector('.jp-Notebook-ExecutionIndicator').dataset.status,
+                        colour('.ytick text', 'fill'), colour('.xtick text', 'fill'),
+                        colour('.gridlayer path', 'stroke')];
+            }"""
+        )
+        page.shot("tuner_dark_busy")
+        assert colours[0] == "busy", "the test must look before the cells have run"
+        assert colours[1] == colours[2] == "rgb(167, 176, 188)"
+        assert all(int(c) < 128 for c in colours[3].strip("rgb()").split(",")), f"a bright grid: {colours[3]}"
+        page.check_clean()
+    finally:
+        lab.theme("JupyterLab Light")
