@@ -86,7 +86,6 @@ class GradientCollector:
         if p.index in self._final and not self._warned:
             self._warned = True
             warnings.warn(SECOND_BACKWARD, UserWarning, stacklevel=2)
-        self.collected.add(p.index)
         self._live.add(p.index)
         if last:
             self._final.add(p.index)
@@ -96,11 +95,14 @@ class GradientCollector:
         if len(p.places) != 1:  # in several buckets; an empty parameter is in none
             flat = grad.reshape(-1)
             pieces = [flat[s.offset : s.offset + s.numel] for _, s in p.places]
-        p.param.grad = None
+        if not pieces:
+            self._has(p)
         filled: list[BucketState] = []
         for (index, segment), piece in zip(p.places, pieces, strict=True):
             state = self._arenas.buckets[index]
             self._land(state, p, segment, piece, again)
+            if piece is pieces[-1]:  # until all of it lies there, Ctrl-C in a wait leaves it where it was
+                self._has(p)
             if len(self._pending[index]) == len(state.layout.segments):
                 with profiled(f"send bucket {index}"):
                     self._flush(state, last=last)
@@ -113,6 +115,10 @@ class GradientCollector:
                 if not state.retained:
                     self._ring.fetch_ahead(self._sent if last else set())
         return filled
+
+    def _has(self, p: ManagedParam) -> None:
+        self.collected.add(p.index)
+        p.param.grad = None
 
     def finish(self) -> None:
         """Send what has not been sent, and zero the partial sums of parameters without a gradient in this step."""
@@ -145,12 +151,12 @@ class GradientCollector:
 
     def _land(self, state: BucketState, p: ManagedParam, segment: Segment, piece: torch.Tensor, again: bool) -> None:
         """Put one segment of `p`'s gradient where its bucket is gathered."""
-        pending = self._pending.setdefault(state.index, [])
+        pending = self._pending.get(state.index, [])
         here = segment in pending
         if state.retained:
             landing = self._kept[state.index]
         else:
-            slot = self._slot(state)
+            slot = self._slot(state)  # may be interrupted by Ctrl-C: nothing is pending until it lies there
             if not pending:
                 self._ring.begin(state)
             if again and not here:
@@ -161,7 +167,7 @@ class GradientCollector:
         else:
             copy(landing.part(p, segment), piece)
         if not here:
-            pending.append(segment)
+            self._pending.setdefault(state.index, pending).append(segment)
 
     def _slot(self, state: BucketState) -> Slot:
         while (slot := self._ring.slot(state)) is None:  # gradients come in an unexpected order

@@ -280,12 +280,15 @@ class Engine:
         """Make the current stream safe to read `block`'s weights: called before its forward."""
         if self._unsettled:
             self._settle_blocks()
-        if self.speculation.touches(block):
-            self.cancel_speculation()  # a forward before step(): it reads the weights of the last step
+        recomputes = torch._C._current_graph_task_id() != -1
+        # A forward before step() reads the weights of the last step. One that makes a graph announces a backward more,
+        # which adds to gradients that seem complete and may fill a bucket before it does.
+        if self.speculation.touches(block) or (self.speculation.open and torch.is_grad_enabled() and not recomputes):
+            self.cancel_speculation()
         self._entered.add(block)
         self._wait_block(block)
         # Inside backward a forward is a recomputation: the blocks before it come next.
-        self.flow.use(block, backward=torch._C._current_graph_task_id() != -1)
+        self.flow.use(block, backward=recomputes)
         self.weights.tell_rejected()
 
     def backward_comes(self, block: int) -> None:

@@ -150,3 +150,38 @@ def test_gradients_in_an_unexpected_order(seed):
     reference = run("gpu", speculate="off")
     for plan in ({}, {"retained_buckets": 4}, {"speculate": "on", "cast_down": "gpu"}):
         assert run("cpu", **plan) == reference, plan
+
+
+@pytest.mark.parametrize("retained", [0, 3])
+def test_an_interrupted_wait_loses_no_gradient(monkeypatch, retained):
+    """Ctrl-C while a bucket of the last step is waited for: what was being taken is there, or still in p.grad."""
+    model = torch.nn.ModuleDict({n: torch.nn.Linear(100, w) for n, w in zip("abcdefgh", (300, 150) * 4, strict=True)})
+    for nth in range(1, 24):
+        rng = random.Random(nth)
+        with OffloadAdamW(
+            model, accumulate_on="cpu", bucket_mb=0.0625, retained_buckets=retained, speculate="off"
+        ) as opt:
+            engine, calls, expected = opt.engine, [], {}
+            wait = engine.worker.wait_bucket
+
+            def interrupted(state, wait=wait, calls=calls, nth=nth):
+                calls.append(state.index)
+                if len(calls) == nth:
+                    raise KeyboardInterrupt
+                return wait(state)
+
+            monkeypatch.setattr(engine.worker, "wait_bucket", interrupted)
+            order = rng.sample(engine.params, len(engine.params))
+            for p in [*order, *(p for p in order if len(p.places) == 1)]:
+                grad = torch.randn(p.param.shape)
+                expected[p.name] = grad + expected[p.name] if p.name in expected else grad
+                p.param.grad = grad.clone()
+                try:
+                    engine.collector.take(p, last=False)
+                except KeyboardInterrupt:
+                    engine.collector.take(p, last=False)
+            monkeypatch.undo()
+            engine.collector.give_back()
+            for p in engine.params:
+                assert torch.equal(p.param.grad, expected[p.name]), (nth, p.name)
+            opt.zero_grad()

@@ -1,6 +1,8 @@
 """Between the first gradient and `step()` the weights may already be those of the next step: whatever a person does
 there must find the weights of the last one, and training must go on as if nothing had run ahead."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -78,6 +80,34 @@ def test_a_second_backward_with_a_forward_between():
 
     with pytest.warns(UserWarning, match="no_sync"):
         in_both_modes(scene)
+
+
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+def test_a_second_backward_that_first_completes_a_bucket(where):
+    """What the first one left of a bucket is filled by a parameter that it did not use, before the others' second
+    gradients come: the bucket is not complete then."""
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    uses = [[("a", "b")], [("a",), ("a", "b")], [("a", "b")]]
+
+    def run(speculate, hint):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Linear(64, 64) for name in "ab"})
+        with make(model, speculate=speculate, bucket_mb=64, accumulate_on=where) as opt:
+            for micros in uses:
+                for i, used in enumerate(micros):
+                    with opt.no_sync() if hint and i < len(micros) - 1 else contextlib.nullcontext():
+                        y = x
+                        for name in used:
+                            y = model[name](y)
+                        y.square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+            return digest(model, opt)
+
+    expected = run("off", hint=True)
+    assert run("on", hint=True) == expected
+    with pytest.warns(UserWarning, match="no_sync"):
+        assert run("on", hint=False) == expected
 
 
 def test_two_forwards_and_then_two_backwards_raise():
