@@ -116,14 +116,27 @@ class Tuner(W.VBox):  # type: ignore[misc]
             self.show_measured(recorded.trace)
 
     @classmethod
-    def restore(cls, path: str | os.PathLike[str], *, model_source: ModelRef | str | None = None) -> Tuner:
+    def restore(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        model: nn.Module | None = None,
+        batch: Any = None,
+        model_source: ModelRef | str | None = None,
+    ) -> Tuner:
         """Open the Tuner as an earlier session left it, and go on saving there.
 
+        Args:
+            model: the torch model of that session, to measure real steps with `batch`.
+
         Raises:
-            InputError: no such file, or not a saved session.
+            InputError: no such file, not a saved session, or a session of another model.
         """
+        session = sessions.Session.restore(path)
+        if model is not None:
+            _check_model(model, session.given)
         tuner = cls.__new__(cls)
-        tuner._build(sessions.Session.restore(path), None, None, model_source)
+        tuner._build(session, model, batch, model_source)
         return tuner
 
     def _build(self, session: sessions.Session, model: Any, batch: Any, source: ModelRef | str | None) -> None:
@@ -374,7 +387,6 @@ class Tuner(W.VBox):  # type: ignore[misc]
         if mine == "auto" and resolve_speculation(self.session.plan).speculate == plan.speculate:
             plan = plan.replace(speculate=mine)  # a simulated plan says what `auto` was taken for
         other = profile.hardware if profile.hardware != self.session.hardware else None
-        self.session.end_entry()
         self.session.set_plan(plan, other)
         self._show_machine()
         self._refresh()
@@ -387,9 +399,13 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self.session.set_plan(self.recorded.plan)
         self.show_measured(self.recorded.trace)
 
-    def take_profile(self, profile: Profile) -> None:
-        """Predict from another profile of the same model from now on; the plan and a measured overlay stay."""
-        self.session.replace_profile(profile)
+    def take_profile(self, profile: Profile, uncalibrated: Profile | None = None) -> None:
+        """Predict from another profile of the same model from now on; the plan and a measured overlay stay.
+
+        Args:
+            uncalibrated: what `profile` was before it was corrected, where it was.
+        """
+        self.session.replace_profile(profile, uncalibrated)
         self._machines |= sessions.hardware_choices(profile.hardware)
         self._show_machine()
         self._refresh()
@@ -420,14 +436,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         s = self.session
         if self.measured is not None and self.measured.plan.replace(reasons={}) != s.plan.replace(reasons={}):
             self.measured = None  # it would be compared with what it is not
-        # The three traits change together: an observer of one finds the others already new.
-        self._syncing = True
-        try:
-            with self.hold_trait_notifications():
-                self.plan, self.trace = s.plan, s.trace
-                self.config = self.make_config()
-        finally:
-            self._syncing = False
+        self._publish()
         self.controls.show_plan(self._edits.pending)
         _put(self._title, f'<div class="so-head"><b>{escape(s.given.model)}</b>'
              f"<span>{escape(vm.size_line(s.profile))}</span></div>")  # fmt: skip
@@ -449,6 +458,29 @@ class Tuner(W.VBox):  # type: ignore[misc]
             self.compare_panel.follow()
         if self.autotune_panel is not None:
             self.autotune_panel.offer()
+
+    def _publish(self) -> None:
+        """Set the three traits together: an observer of one finds the others already new."""
+        self._syncing = True
+        try:
+            with self.hold_trait_notifications():
+                self.plan, self.trace = self.session.plan, self.session.trace
+                self.config = self.make_config()
+        finally:
+            self._syncing = False
+
+    def notify_change(self, change: Any) -> None:
+        """Tell observers. What another cell's observer raises is shown, and neither the observers of the other traits
+        nor the figures suffer; where a cell sets a trait itself, that cell gets the error."""
+        try:
+            super().notify_change(change)
+        except Exception as e:
+            if not self._syncing:
+                raise
+            name = escape(change["name"])
+            self.messages.error(e, f"A function that observes <code>{name}</code> of this Tuner failed. The plan has "
+                                   "been changed all the same. Mend that function, or take it off with "
+                                   f"<code>unobserve_all({name!r})</code>.")  # fmt: skip
 
     def _foot_html(self) -> str:
         s = self.session

@@ -553,3 +553,34 @@ def test_a_draft_of_a_value_that_has_gone_is_not_followed(profile: Profile, sent
         t.close_all()
 
     asyncio.run(turn())
+
+
+def test_an_observer_that_fails_in_another_cell_stops_nothing(tuner: Tuner) -> None:
+    heard: list[int] = []
+
+    def broken(change: Any) -> None:
+        raise ZeroDivisionError("in a cell of mine")
+
+    tuner.observe(broken, names="plan")
+    tuner.observe(lambda change: heard.append(len(change["new"].events)), names="trace")
+    cards, drawn = tuner._cards.value, tuner.timeline.data[1].x
+    tuner.controls.retained.value = 0
+    assert tuner.plan.retained_buckets == 0 and heard, "the observers of the other traits are told"
+    assert tuner._cards.value != cards and tuner.timeline.data[1].x is not drawn, "numbers and figures follow"
+    assert "in a cell of mine" in text(tuner) and "unobserve_all" in text(tuner) and "Traceback" in text(tuner)
+    assert "defect of the dashboard" not in text(tuner)
+    with pytest.raises(ZeroDivisionError, match="a cell of mine"):
+        tuner.plan = tuner.plan.replace(retained_buckets=9)
+    assert tuner.session.plan.retained_buckets == tuner.controls.retained.value == 9, "whole, though the cell failed"
+
+
+def test_plans_set_from_a_cell_are_entries_of_their_own(tuner: Tuner) -> None:
+    """However quickly they follow; only one knob that is dragged is one entry."""
+    start = tuner.plan
+    for n in (3, 5, 7):
+        tuner.plan = tuner.plan.replace(retained_buckets=n)
+    tuner.undo.click()
+    assert tuner.plan.retained_buckets == 5
+    tuner.undo.click()
+    tuner.undo.click()
+    assert tuner.plan == start and tuner.undo.disabled
