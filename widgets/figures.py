@@ -287,8 +287,19 @@ def state_figure(
     return go.Figure(state_spec(layers, rows, theme=theme, height=height))
 
 
-def state_spec(layers: vm.LayerMap, rows: Sequence[vm.MemoryRow], *, theme: Theme = PAPER, height: int = 260) -> Spec:
-    """Layer map, bucket strip and memory bars in one figure of four traces, since live figures are costly."""
+def state_spec(
+    layers: vm.LayerMap,
+    rows: Sequence[vm.MemoryRow],
+    *,
+    theme: Theme = PAPER,
+    height: int = 260,
+    clickable: bool = True,
+) -> Spec:
+    """Layer map, bucket strip and memory bars in one figure of four traces, since live figures are costly.
+
+    Args:
+        clickable: whether the captions say what a click does.
+    """
     memory, notes, reach = memory_trace(rows, theme)
     blocks, buckets = layer_traces(layers, theme), bucket_trace(layers, theme)
     buckets.update(xaxis="x2", yaxis="y2")
@@ -302,10 +313,11 @@ def state_spec(layers: vm.LayerMap, rows: Sequence[vm.MemoryRow], *, theme: Them
     cpu, gpu = (f'<span style="color:{STATE_COLOURS[x]}">■</span>' for x in ("cpu", "gpu"))
     captions = [
         {
-            "text": f"<b>{n} blocks</b>, state on {cpu} CPU or {gpu} GPU; click a layer to let it flow (hatched)",
+            "text": f"<b>{n} blocks</b>, state on {cpu} CPU or {gpu} GPU; "
+            + ("click a layer to let it flow (hatched)" if clickable else "hatched: weights flow"),
             "y": 1.0,
         },
-        {"text": f"{kept}; click one to retain it and all later", "y": 0.60},
+        {"text": kept + ("; click one to retain it and all later" if clickable else ""), "y": 0.60},
         {"text": "<b>Memory</b> in percent of capacity", "y": 0.37},
     ]
     notes += [

@@ -49,6 +49,7 @@ from superoffload.widgets.parts import (
     loop_runs,
     style_sheet,
 )
+from superoffload.widgets.report import Shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -178,8 +179,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
                 "Autotune": Drawer("Search for a better plan", "70px", lambda: Autotune.inside(self, self._bridge)),
                 "Measure": Drawer("Run real steps with this plan", "66px",
                                   lambda: MeasurePanel(self, self._model, self._batch)),
-                "Export": Drawer("Write the tuned config", "56px",
-                                 lambda: ExportPanel(self._export_config, self.config)),
+                "Export": Drawer("Write the tuned config, a report, a trace, pictures", "56px",
+                                 lambda: ExportPanel(self._exported, self.config)),
             },
             self._guard, self._drawer_opened,
         )  # fmt: skip
@@ -359,12 +360,12 @@ class Tuner(W.VBox):  # type: ignore[misc]
         if name == "Compare" and self.compare_panel is not None:
             self.compare_panel.refresh()  # what was edited while it was closed
 
-    def _export_config(self, optimizer: OptimizerConfig, training: TrainingConfig) -> TunedConfig:
+    def _exported(self, optimizer: OptimizerConfig, training: TrainingConfig) -> Shown:
         self._optimizer, self._training = optimizer, training
         draft = self.session.is_draft
         self.session.settle()
         self._refresh(figures_too=draft)
-        return self.config
+        return Shown(self.config, self.session.profile, self.session.trace, self.measured, self.session.baseline)
 
     # ---- drawing -------------------------------------------------------------------------------------------------
 

@@ -347,11 +347,16 @@ def _better_by(percent: float) -> Callable[[Any], Result]:
     return judge
 
 
+MORE_PERCENT, SLOWER_PERCENT, SMALLER = 3.5, 5.0, 0.6
+"""Of the capstone's exercises: how much faster than the planner's own plan, and how much slower with what part of its
+GPU memory."""
+
+
 def _smaller(answer: Any) -> Result:
     score = _score(answer)
-    used, allowed = score.trace.memory.total("gpu") / GB, 0.6 * score.autotuner.memory.total("gpu") / GB
+    used, allowed = score.trace.memory.total("gpu") / GB, SMALLER * score.autotuner.memory.total("gpu") / GB
     return (
-        used <= allowed and score.percent >= -3,
+        used <= allowed and score.percent >= -SLOWER_PERCENT,
         f"{used:.1f} GB of the GPU, of {allowed:.1f} allowed; {score.percent:+.2f} % beside the planner's own plan",
     )
 
@@ -365,6 +370,6 @@ CHECKS: dict[str, tuple[Callable[[Any], Result], ...]] = {
     "07": (_deepspeed_rate, _adam_seconds, _fewest_threads),
     "08": (_budget, _budget_and_speed, _exported),
     "09": (states_of_a_chip, sent_by_a_layer, short_exchange),
-    "10": (_better_by(0.0), _better_by(5.0), _smaller),
+    "10": (_better_by(0.0), _better_by(MORE_PERCENT), _smaller),
 }
 """Number of the notebook -> its exercises in order."""

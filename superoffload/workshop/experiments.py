@@ -35,8 +35,8 @@ class LinkPoint:
 def link_sweep(profile: Profile, links_gb_per_s: Sequence[float] = LINKS_GB_PER_S) -> tuple[LinkPoint, ...]:
     """The PCIe-era plan and the best that the planner knows, at each link.
 
-    The planner chooses knob after knob, so that its choice for one link may be beaten there, by a percent or two, by its
-    choice for another. Each of them is therefore tried at each link: a faster link never makes the best step longer.
+    The planner chooses knob after knob, so that its choice for one link may be beaten there, by a percent or two, by
+    its choice for another. So each of them is tried at each link: a faster link never makes the best step longer.
 
     Raises:
         DoesNotFit: no plan of this model fits the machine.

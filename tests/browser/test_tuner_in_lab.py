@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 TUNER = """import superoffload as so
@@ -71,6 +72,29 @@ def test_a_slider_moved_by_keyboard_changes_the_timeline(new_page: Callable[...,
     page.check_clean()
 
 
+def pictures_and_report(page: Any, new_page: Callable[..., Any], folder: Path) -> None:
+    """From the open export panel: the files are what they say, and the report opens without a network."""
+    for text, last in (("PNG", "tuned-memory.png"), ("SVG", "tuned-memory.svg"), ("Trace", "tuned-trace.json"),
+                       ("Report", "tuned-report.html")):  # fmt: skip
+        page.page.click(f".so-tuner button:text-is('{text}')")
+        page.until_text(".so-tuner .so-msg.good", last)
+    for name in ("timeline", "memory"):
+        png = (folder / f"tuned-{name}.png").read_bytes()
+        assert png[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(png[16:20], "big") == 2200
+        svg = (folder / f"tuned-{name}.svg").read_text(encoding="utf-8")
+        assert svg.startswith("<svg") and svg.endswith("</svg>")
+        assert {"timeline": "per step (modelled, h200-pcie5)", "memory": "in percent of capacity"}[name] in svg
+        (page.shots / f"export_{name}.png").write_bytes(png)
+    alone = new_page()
+    alone.page.context.set_offline(True)
+    alone.page.goto(f"file://{folder / 'tuned-report.html'}")
+    alone.page.wait_for_selector("#timeline .bars .point path", state="attached", timeout=20_000)
+    alone.page.wait_for_selector("#state .bars .point path", state="attached", timeout=20_000)
+    assert "h200-pcie5" in alone.text("h1")
+    alone.shot("report")
+    alone.check_clean()
+
+
 def test_layer_map_machine_baseline_and_export(new_page: Callable[..., Any], lab: Any) -> None:
     page = new_page()
     page.run("click.ipynb", [TUNER])
@@ -110,6 +134,7 @@ def test_layer_map_machine_baseline_and_export(new_page: Callable[..., Any], lab
     written = json.loads((lab.root / "tuned.json").read_text())
     assert written["hardware"]["name"] == "h200-pcie5"
     assert written["plan"]["flow_blocks"] == [20]
+    pictures_and_report(page, new_page, lab.root)
     p.click(".so-tuner button:has-text('Measure')")
     page.until_text(".so-tuner .so-msg.warn", "Tuner(model, batch=batch)")
     page.check_clean()

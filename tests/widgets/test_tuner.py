@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import html
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -584,3 +586,44 @@ def test_plans_set_from_a_cell_are_entries_of_their_own(tuner: Tuner) -> None:
     tuner.undo.click()
     tuner.undo.click()
     assert tuner.plan == start and tuner.undo.disabled
+
+
+def test_report_trace_and_pictures_are_written_beside_the_config(tuner: Tuner, tmp_path: Path) -> None:
+    tuner.pin.click()
+    tuner.controls.retained.value = 3
+    tuner.export.value = True
+    panel = tuner.export_panel
+    assert panel is not None
+    panel.path.value = str(tmp_path / "mine.json")
+    panel.report.click()
+    page = (tmp_path / "mine-report.html").read_text()
+    assert "mine-report.html" in panel.messages.value
+    assert page.count("Plotly.newPlot") >= 2 and "modelled, gh200" in page and "beside the baseline" in page
+    head = page[: page.index("<script>")] + page[page.rindex("</script>", 0, page.index("<body>")) :]
+    assert "http" not in head.split("<body>")[0], "nothing is fetched"
+    assert "<td>3</td>" in page and "set by hand" in page, "every knob with its reason"
+    assert "superoffload train --config" in page
+    assert TunedConfig.from_json(html.unescape(page[page.rindex("<pre>") + 5 : page.rindex("</pre>")])) == tuner.config
+    panel.perfetto.click()
+    events = json.loads((tmp_path / "mine-trace.json").read_text())["traceEvents"]
+    assert sum(e["ph"] == "X" for e in events) == len(tuner.trace.events) + len(tuner.trace.stalls)
+    asked: list[Any] = []
+    panel.painter.send = lambda content, buffers=None: asked.append((content, buffers))
+    panel.svg.click()
+    assert "browser draws" in panel.messages.value
+    panel.painter._heard(None, {"kind": "here", "id": 1, "has_code": False}, [])
+    panel.painter._heard(None, {"kind": "here", "id": 1, "has_code": True}, [])  # a second page that is open
+    assert len(asked) == 2, "one page draws"
+    (_, none), (drawing, code) = asked
+    assert none is None and b"Plotly" in code[0] and drawing["format"] == "svg"
+    titles = [f["layout"].get("title", {}).get("text", "") for f in drawing["figures"]]
+    assert titles[0] == f"llama-7b: {tuner.trace.step_s * 1e3:.0f} ms per step (modelled, gh200)"
+    assert "click" not in json.dumps(drawing["figures"]), "nobody clicks on paper"
+    panel.painter._heard(None, {"kind": "drawn", "id": 1}, [b"<svg>1", b"<svg>2"])
+    assert (tmp_path / "mine-timeline.svg").read_bytes() == b"<svg>1"
+    assert (tmp_path / "mine-memory.svg").read_bytes() == b"<svg>2"
+    panel.png.click()
+    panel.painter._heard(None, {"kind": "here", "id": 2, "has_code": True}, [])
+    assert asked[-1][1] == [], "plotly's code is sent once a page"
+    panel.painter._heard(None, {"kind": "failed", "id": 2, "what": "no <canvas>"}, [])
+    assert "no &lt;canvas&gt;" in panel.messages.value and "report instead" in panel.messages.value
