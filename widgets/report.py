@@ -62,17 +62,26 @@ class Shown:
 
 def timeline_picture(shown: Shown, height: int = 330) -> figures.Spec:
     """The timeline on a white sheet, titled."""
-    spec = figures.timeline_spec(shown.views, height=height)
-    spec["layout"]["title"] = {"text": shown.title, "font": {"size": 13}, "x": 0, "xref": "paper", "y": 1 - 12 / height,
-                               "yanchor": "top"}  # fmt: skip
-    spec["layout"]["margin"] = {**spec["layout"]["margin"], "t": 48}
-    return spec
+    return _titled(figures.timeline_spec(shown.views, height=height), shown.title, left=110)
 
 
-def state_picture(shown: Shown, height: int = 300) -> figures.Spec:
-    """Layer map, bucket strip and memory on a white sheet."""
+def state_picture(shown: Shown, height: int = 330) -> figures.Spec:
+    """Layer map, bucket strip and memory on a white sheet, titled."""
+    return _titled(_state_spec(shown, height), shown.title, left=70)
+
+
+def _state_spec(shown: Shown, height: int) -> figures.Spec:
     layers = vm.layer_map(shown.profile, shown.trace.plan)
     return figures.state_spec(layers, vm.memory_rows(shown.trace.memory), height=height, clickable=False)
+
+
+def _titled(spec: figures.Spec, title: str, left: int) -> figures.Spec:
+    """With its title, and so much room at the left that other fonts than a browser's usual ones fit too."""
+    layout = spec["layout"]
+    layout["title"] = {"text": title, "font": {"size": 13}, "x": 0, "xref": "paper", "y": 1 - 12 / layout["height"],
+                       "yanchor": "top"}  # fmt: skip
+    layout["margin"] = {**layout["margin"], "t": 52, "l": left}
+    return spec
 
 
 def report_html(shown: Shown, *, command: str = "", snippet: str = "", now: datetime | None = None) -> str:
@@ -102,7 +111,7 @@ def report_html(shown: Shown, *, command: str = "", snippet: str = "", now: date
         ),
         _list(vm.stall_lines(trace) or ("No lane waits.",)),
         "<h2>Where state lives, and what memory it takes</h2>",
-        _figure("state", state_picture(shown)),
+        _figure("state", _state_spec(shown, 300)),
         _table(
             ("place", "item", "bytes"),
             [(i.place, i.name, format_bytes(i.bytes)) for i in trace.memory.items if i.bytes],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +129,27 @@ class Session:
         if self._buckets is None or self._buckets[0] != key:
             self._buckets = (key, buckets_of(self.given, *key))
         return self._buckets[1]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The blocks that may flow and be recomputed: the transformer layers."""
+        return tuple(i for i, b in enumerate(self.profile.blocks) if b.kind == "layer")
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The layers whose whole forward is computed again."""
+        return tuple(i for i in self.layers if self.plan.activations_of(i) == "full")
+
+    def recomputing(self, wanted: Iterable[int]) -> dict[str, Any]:
+        """Fields of the plan with which these layers, and no others, are computed again; the policies of all others
+        stay, except that what was recomputed keeps everything then."""
+        full = set(wanted)
+        others = "none" if self.plan.activations == "full" else self.plan.activations
+        policies = {i: self.plan.activations_of(i) for i in self.layers}
+        policies = {i: "full" if i in full else others if p == "full" else p for i, p in policies.items()}
+        common = next(iter(policies.values())) if len(set(policies.values())) == 1 else others
+        by_block = {i: p for i, p in policies.items() if p != common}
+        return {"activations": common, "activations_by_block": by_block}
 
     @property
     def set_by_hand(self) -> frozenset[str]:

@@ -36,6 +36,7 @@ from superoffload.widgets.controls import Controls
 from superoffload.widgets.drawers import Drawer, Drawers
 from superoffload.widgets.export_panel import ExportPanel
 from superoffload.widgets.live import LiveFigure
+from superoffload.widgets.machine_panel import MachineMenu, MachinePanel
 from superoffload.widgets.measure_panel import MeasurePanel
 from superoffload.widgets.measured_view import overlay
 from superoffload.widgets.parts import (
@@ -158,13 +159,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self._title, self._cards = W.HTML(), W.HTML(layout=W.Layout(width="100%", margin="2px 0"))
         self._legend, self._stalls = (W.HTML(layout=W.Layout(width="100%", margin="0")) for _ in range(2))
         self._foot = W.HTML()
-        self._machines = sessions.hardware_choices(session.given.hardware)
-        self.machine = W.Dropdown(
-            options=list(self._machines), description="Machine", layout=W.Layout(width="178px"),
-            style={"description_width": "52px"}, tooltip="Simulate on another machine",
-        )  # fmt: skip
-        self._show_machine()
-        self.machine.observe(self._guard(self._machine_chosen), names="value")
+        self.machine = MachineMenu(session.given.hardware, self._guard(self._take_machine))
+        self.machine.show(session.hardware)
         on = self._guard
         self.undo = button("Undo", "Take back the last edit", on(lambda _: self._step_history(session.undo)))
         self.redo = button("Redo", "Do the edit again", on(lambda _: self._step_history(session.redo)))
@@ -174,6 +170,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
         )
         self.drawers = Drawers(
             {
+                "Machine": Drawer("Change this machine's figures: what if?", "66px",
+                                  lambda: MachinePanel(self._present_machine, self._take_machine, self.machine.named)),
                 "Compare": Drawer("Other plans beside this one, and what-if sweeps", "72px",
                                   lambda: ComparePanel(self, self._bridge)),
                 "Autotune": Drawer("Search for a better plan", "70px", lambda: Autotune.inside(self, self._bridge)),
@@ -184,17 +182,19 @@ class Tuner(W.VBox):  # type: ignore[misc]
             },
             self._guard, self._drawer_opened,
         )  # fmt: skip
-        self.compare, self.autotune, self.measure, self.export = self.drawers.toggles.values()
+        self.what_if, self.compare, self.autotune, self.measure, self.export = self.drawers.toggles.values()
         self.timeline = LiveFigure(
             figures.timeline_spec(self._views(), theme=themes.LIGHT, height=TIMELINE_HEIGHT, legend=False)
         )
         self.state = LiveFigure(self._state_spec(themes.LIGHT))
-        for trace, clicked in enumerate((self._layer_clicked, self._layer_clicked, self._bucket_clicked)):
+        layer, bucket, mark = self._layer_clicked, self._bucket_clicked, self._mark_clicked
+        for trace, clicked in ((0, layer), (1, layer), (2, bucket), (4, mark)):
             self.state.on_point(trace, self._guard(clicked))
         tools = W.HBox(
-            [self.machine, self.auto, self.undo, self.redo, self.pin, *self.drawers.toggles.values()],
+            [self.what_if, self.machine, self.auto, self.undo, self.redo, self.pin,
+             self.compare, self.autotune, self.measure, self.export],
             layout=W.Layout(flex="0 0 auto", align_items="center"),
-        )
+        )  # fmt: skip
         self._title.layout.flex = "1 1 0"
         self._title.layout.min_width = "120px"
         head = W.HBox([self._title, tools], layout=W.Layout(width="100%", align_items="center", flex_flow="row wrap"))
@@ -268,8 +268,11 @@ class Tuner(W.VBox):  # type: ignore[misc]
     def _apply(self, changes: dict[str, Any]) -> None:
         try:
             if isinstance(changes.get("flow_blocks"), str):
-                layers = tuple(i for i, b in enumerate(self.session.profile.blocks) if b.kind == "layer")
-                changes = {**changes, "flow_blocks": parse_blocks(changes["flow_blocks"], layers)}
+                changes = {**changes, "flow_blocks": parse_blocks(changes["flow_blocks"], self.session.layers)}
+            if "recomputed" in changes:
+                text = changes.pop("recomputed")
+                blocks = parse_blocks(text, self.session.layers, "is not recomputed") if isinstance(text, str) else text
+                changes |= self.session.recomputing(blocks)
             with self._live():
                 self.session.edit(**changes)
         finally:
@@ -291,30 +294,21 @@ class Tuner(W.VBox):  # type: ignore[misc]
     def _step_history(self, action: Any) -> None:
         with self._live():
             action()
-        self._show_machine()
+        self.machine.show(self.session.hardware)
         self._refresh()
 
-    def _machine_chosen(self, change: Mapping[str, Any]) -> None:
-        hardware = self._machines[change["new"]]()
+    def _present_machine(self) -> Hardware:
+        return self.session.hardware
+
+    def _take_machine(self, hardware: Hardware) -> None:
         if hardware == self.session.hardware:
             return
         try:
             with self._live():
                 self.session.set_hardware(hardware)
         finally:
-            self._show_machine()
+            self.machine.show(self.session.hardware)
             self._refresh()
-
-    def _show_machine(self) -> None:
-        name = self.session.hardware.name
-        title = next((t for t in self._machines if t == name or t.startswith(f"{name} (")), None)
-        if title is None:
-            own = self.session.hardware
-            title = f"{name} ({own.source})"
-            self._machines[title] = lambda: own
-            self.machine.options = list(self._machines)
-        if self.machine.value != title:
-            self.machine.value = title
 
     def _toggle_pin(self) -> None:
         draft = self.session.is_draft
@@ -325,14 +319,19 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self._refresh(figures_too=draft)
 
     def _layer_clicked(self, trace: Any, points: Any, _: Any) -> None:
-        flow = set(self.session.plan.flow_blocks)
-        for i in points.point_inds:
-            if self.session.profile.blocks[i].kind != "layer":
-                raise InputError(
-                    f"block {i} ({self.session.profile.blocks[i].name}) cannot flow", expected="a transformer layer"
-                )
-            flow ^= {i}
+        flow = set(self.session.plan.flow_blocks) ^ self._layers_of(points, "cannot flow")
         self._apply({"flow_blocks": tuple(sorted(flow))})
+
+    def _mark_clicked(self, trace: Any, points: Any, _: Any) -> None:
+        wanted = set(self.session.recomputed) ^ self._layers_of(points, "is not recomputed")
+        self._apply({"recomputed": tuple(sorted(wanted))})
+
+    def _layers_of(self, points: Any, lacks: str) -> set[int]:
+        for i in points.point_inds:
+            block = self.session.profile.blocks[i]
+            if block.kind != "layer":
+                raise InputError(f"block {i} ({block.name}) {lacks}", expected="a transformer layer")
+        return set(points.point_inds)
 
     def _bucket_clicked(self, trace: Any, points: Any, _: Any) -> None:
         s = self.session
@@ -343,6 +342,10 @@ class Tuner(W.VBox):  # type: ignore[misc]
     def export_panel(self) -> ExportPanel | None:
         """None until it was opened; so are the others."""
         return self.drawers.panels.get("Export")
+
+    @property
+    def machine_panel(self) -> MachinePanel | None:
+        return self.drawers.panels.get("Machine")
 
     @property
     def measure_panel(self) -> MeasurePanel | None:
@@ -389,7 +392,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
             plan = plan.replace(speculate=mine)  # a simulated plan says what `auto` was taken for
         other = profile.hardware if profile.hardware != self.session.hardware else None
         self.session.set_plan(plan, other)
-        self._show_machine()
+        self.machine.show(self.session.hardware)
         self._refresh()
         return f"in the Tuner{f', which shows {other.name} now' if other else ''}; Undo there takes it back"
 
@@ -407,8 +410,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
             uncalibrated: what `profile` was before it was corrected, where it was.
         """
         self.session.replace_profile(profile, uncalibrated)
-        self._machines |= sessions.hardware_choices(profile.hardware)
-        self._show_machine()
+        self.machine.own_is(profile.hardware)
+        self.machine.show(self.session.hardware)
         self._refresh()
 
     def _views(self) -> list[vm.TimelineView]:
@@ -459,6 +462,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
             self.compare_panel.follow()
         if self.autotune_panel is not None:
             self.autotune_panel.offer()
+        if self.machine_panel is not None:
+            self.machine_panel.follow()
 
     def _publish(self) -> None:
         """Set the three traits together: an observer of one finds the others already new."""

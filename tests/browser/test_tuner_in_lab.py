@@ -140,6 +140,48 @@ def test_layer_map_machine_baseline_and_export(new_page: Callable[..., Any], lab
     page.check_clean()
 
 
+def test_what_if_and_recompute_on_a_large_screen(new_page: Callable[..., Any]) -> None:
+    """Figures of the machine typed in, a layer marked to be recomputed by mouse and by keyboard, at 1920 x 1080."""
+    page = new_page(1920, 1080)
+    page.run("what_if.ipynb", [TUNER])
+    page.tuner()
+    p = page.page
+    page.shot("tuner_1920")
+    p.click(".so-tuner button:text-is('Machine')")
+    field = p.get_by_label("GPU memory, GB")
+    field.fill("40")
+    p.keyboard.press("Enter")
+    page.until_text(CARDS, "modelled, gh200 edited")
+    page.until_text(".so-tuner .so-note", "GPU memory 96 → 40 GB")
+    assert p.eval_on_selector(".so-tuner select", "e => [e.value, e.getAttribute('aria-label')]")[1] == "Machine"
+    page.shot("what_if_1920")
+    p.click(".so-tuner button:text-is('Undo all changes')")
+    p.wait_for_function("s => !document.querySelector(s).textContent.includes('edited')", arg=CARDS, timeout=20_000)
+    p.click(".so-tuner button:text-is('Machine')")
+    box = p.get_by_label("Recomputed layers")
+    box.fill("3-5")
+    p.keyboard.press("Enter")
+    marks = "gd => [...document.querySelectorAll('.so-tuner .js-plotly-plot')][1]._fullData[4].marker.symbol"
+    full = f"() => ({marks})().filter(s => s === 'circle').length"
+    p.wait_for_function(f"() => ({full})() === 3", timeout=20_000)
+    x, y = p.evaluate(
+        """() => {
+            const map = document.querySelectorAll('.so-tuner .js-plotly-plot')[1];
+            const b = map.querySelectorAll('.scatterlayer .point')[7].getBoundingClientRect();
+            return [b.x + b.width / 2, b.y + b.height / 2];
+        }"""
+    )
+    p.mouse.move(x, y)
+    p.wait_for_timeout(300)
+    p.mouse.click(x, y)
+    p.wait_for_function(f"() => ({full})() === 4", timeout=20_000)
+    assert box.input_value() == "3-5, 7"
+    page.shot("recompute_1920")
+    widths = p.evaluate("(t => [t.offsetWidth, t.scrollWidth])(document.querySelector('.so-tuner'))")
+    assert widths[1] <= widths[0] + 1, "something sticks out sideways"
+    page.check_clean()
+
+
 def test_a_reopened_notebook_shows_the_changed_state(new_page: Callable[..., Any]) -> None:
     page = new_page()
     page.run("reopen.ipynb", [TUNER])

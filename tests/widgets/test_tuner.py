@@ -627,3 +627,64 @@ def test_report_trace_and_pictures_are_written_beside_the_config(tuner: Tuner, t
     assert asked[-1][1] == [], "plotly's code is sent once a page"
     panel.painter._heard(None, {"kind": "failed", "id": 2, "what": "no <canvas>"}, [])
     assert "no &lt;canvas&gt;" in panel.messages.value and "report instead" in panel.messages.value
+
+
+def test_figures_of_the_machine_are_changed_by_hand(profile: Profile, sent: Sent, tmp_path: Path) -> None:
+    tuner = Tuner(profile, autosave=tmp_path / "session.json")
+    tuner.what_if.value = True
+    panel = tuner.machine_panel
+    assert panel is not None and panel.reset.disabled
+    step, memory = tuner.trace.step_s, tuner.trace.memory.gpu_capacity_bytes
+    assert panel.numbers["gpu_memory_gb"].value == 96
+    panel.numbers["gpu_memory_gb"].value = 40
+    assert tuner.trace.memory.gpu_capacity_bytes < memory and tuner.trace.memory.fits, "planned anew for less"
+    assert tuner.trace.hardware == tuner.machine.value == "gh200 edited"
+    assert "GPU memory 96 → 40 GB" in panel.told.value and "modelled" in panel.told.value
+    panel.numbers["adam_gb_per_s"].value = 50
+    assert tuner.trace.step_s > step
+    assert "GPU memory 96 → 40 GB" in panel.told.value and "CPU Adam" in panel.told.value
+    panel.numbers["adam_gb_per_s"].value = -1
+    assert "CPU Adam = -1" in panel.messages.value and panel.numbers["adam_gb_per_s"].value == 50
+    again = Tuner.restore(tmp_path / "session.json")
+    again.what_if.value = True
+    assert again.machine.value == "gh200 edited" and again.trace == tuner.trace
+    assert "GPU memory 96 → 40 GB" in again.machine_panel.told.value  # type: ignore[union-attr]
+    tuner.undo.click()
+    assert panel.numbers["adam_gb_per_s"].value > 100 and tuner.machine.value == "gh200 edited"
+    panel.reset.click()
+    assert tuner.machine.value == "gh200" and tuner.trace.step_s == pytest.approx(step)
+    assert panel.reset.disabled and "gh200" in panel.told.value
+    tuner.machine.value = "gb200"
+    assert panel.numbers["gpu_memory_gb"].value == preset("gb200").gpu.memory_gb
+    tuner.close_all()
+
+
+def test_layers_are_recomputed_by_mark_and_by_text(tuner: Tuner) -> None:
+    def click(block: int) -> None:
+        tuner.state._js2py_pointsCallback = {
+            "event_type": "plotly_click",
+            "points": {"trace_indexes": [4], "point_indexes": [block], "xs": [block], "ys": [-1]},
+        }
+
+    assert tuner.plan.activations == "none" and tuner.controls.recomputed.value == ""
+    activations = tuner.trace.memory.total("gpu")
+    click(3)
+    assert (tuner.plan.activations, tuner.plan.activations_by_block) == ("none", {3: "full"})
+    assert tuner.controls.recomputed.value == "3" and tuner.state.data[4].marker.symbol[3] == "circle"
+    assert tuner.trace.memory.total("gpu") < activations
+    tuner.controls.recomputed.value = "2-4"
+    assert tuner.plan.activations_by_block == dict.fromkeys((2, 3, 4), "full")
+    click(3)
+    assert tuner.controls.recomputed.value == "2, 4"
+    click(0)
+    assert "block 0" in text(tuner) and "is not recomputed" in text(tuner)
+    tuner.controls.recomputed.value = "33"
+    assert "block 33 is not recomputed" in text(tuner) and tuner.controls.recomputed.value == "2, 4"
+    tuner.controls.recomputed.value = "1-32"
+    assert (tuner.plan.activations, tuner.plan.activations_by_block) == ("full", {}), "all alike is one policy"
+    click(5)
+    assert tuner.plan.activations_of(5) == "none" and len(tuner.session.recomputed) == 31
+    tuner.controls.activations.value = "selective"
+    tuner.undo.click()
+    tuner.controls.recomputed.value = ""
+    assert (tuner.plan.activations, tuner.plan.activations_by_block) == ("none", {})
