@@ -100,12 +100,11 @@ class Controls(W.VBox):  # type: ignore[misc]
         self.flow = W.IntSlider(0, 0, layers, description="Flow blocks", layout=layout(), **slider)
         self.flow_which = W.Text(
             description="which", placeholder="none", continuous_update=False,
-            layout=W.Layout(flex="1 1 0", min_width="0", margin="0"), style={"description_width": "88px"},
+            layout=W.Layout(width="180px", margin="0"), style={"description_width": "88px"},
             tooltip="Block numbers: 1-4, 9. The same as clicking the layer map.",
         )  # fmt: skip
         self.recomputed = W.Text(
-            placeholder="recompute: none", continuous_update=False,
-            layout=W.Layout(flex="0 0 108px", margin="0 0 0 6px"),
+            placeholder="recompute", continuous_update=False, layout=W.Layout(width="108px", margin="0 0 0 4px"),
             tooltip="Recomputed layers: block numbers, 1-4, 9. The same as clicking the marks below the layer map.",
         )  # fmt: skip
         self.retained = W.IntSlider(0, 0, 1, description="Retained", layout=layout(), **slider)
