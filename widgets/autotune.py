@@ -324,7 +324,6 @@ class Autotune(W.VBox):  # type: ignore[misc]
             raise InputError("no plan is selected", remedy="Choose one in the list or in the picture")
         if self._tuner is None:
             raise InputError("there is no Tuner to load the plan into", expected="Autotune(tuner), or its trait plan")
-        self._tuner.session.end_entry()
         self._tuner.plan = self.plan = self.plan_of(number)
         self.detail.value = self._detail_html(number)
         text = f"#{number} is in the Tuner"

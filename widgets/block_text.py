@@ -16,8 +16,9 @@ def format_blocks(blocks: tuple[int, ...]) -> str:
     return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
-def parse_blocks(text: str, allowed: tuple[int, ...]) -> tuple[int, ...]:
-    """Read what `format_blocks` writes. Raises InputError for anything else or a block that may not flow."""
+def parse_blocks(text: str, allowed: tuple[int, ...], lacks: str = "cannot flow") -> tuple[int, ...]:
+    """Read what `format_blocks` writes. Raises InputError for anything else, and for a block that is not allowed, of
+    which it says what it `lacks`."""
     chosen: set[int] = set()
     for part in filter(None, (p.strip() for p in text.replace(";", ",").split(","))):
         ends = [e.strip() for e in part.split("-")]
@@ -29,8 +30,8 @@ def parse_blocks(text: str, allowed: tuple[int, ...]) -> tuple[int, ...]:
         wrong = next((b for b in (first, last) if b not in allowed), None)  # layers are neighbours
         if wrong is not None:
             raise InputError(
-                f"block {wrong} cannot flow", expected=f"transformer layers: {format_blocks(allowed)}",
-                remedy="Embedding and head stay on the GPU",
+                f"block {wrong} {lacks}", expected=f"transformer layers: {format_blocks(allowed)}",
+                remedy="Embedding and head stay on the GPU as they are",
             )  # fmt: skip
         chosen.update(b for b in allowed if first <= b <= last)
     return tuple(sorted(chosen))

@@ -99,9 +99,13 @@ class Controls(W.VBox):  # type: ignore[misc]
 
         self.flow = W.IntSlider(0, 0, layers, description="Flow blocks", layout=layout(), **slider)
         self.flow_which = W.Text(
-            description="which", placeholder="none: all weights stay on the GPU", continuous_update=False,
-            layout=layout(), style={"description_width": "88px"},
+            description="which", placeholder="none", continuous_update=False,
+            layout=W.Layout(width="180px", margin="0"), style={"description_width": "88px"},
             tooltip="Block numbers: 1-4, 9. The same as clicking the layer map.",
+        )  # fmt: skip
+        self.recomputed = W.Text(
+            placeholder="recompute", continuous_update=False, layout=W.Layout(width="108px", margin="0 0 0 4px"),
+            tooltip="Recomputed layers: block numbers, 1-4, 9. The same as clicking the marks below the layer map.",
         )  # fmt: skip
         self.retained = W.IntSlider(0, 0, 1, description="Retained", layout=layout(), **slider)
         self.bucket = W.SelectionSlider(options=[1.0], description="Bucket MiB", layout=layout(), **slider)
@@ -155,19 +159,21 @@ class Controls(W.VBox):  # type: ignore[misc]
             )
         }
         rows = list(self.knobs.values())
-        super().__init__([rows[0], self.flow_which, *rows[1:]], layout=W.Layout(width="292px", flex="0 0 292px"))
+        which = W.HBox([self.flow_which, self.recomputed], layout=W.Layout(width="100%", overflow="hidden"))
+        super().__init__([rows[0], which, *rows[1:]], layout=W.Layout(width="292px", flex="0 0 292px"))
         self.add_class("so-knobs")
         for field, knob in self.knobs.items():
             for name, control in {field: knob.control, **knob.beside}.items():
                 control.observe(lambda change, f=name: self._edited(f, change["new"]), names="value")
         self.flow_which.observe(lambda change: self._edited("which", change["new"]), names="value")
+        self.recomputed.observe(lambda change: self._edited("recomputed", change["new"]), names="value")
         self.show_plan()
 
     def _edited(self, field: str, value: Any) -> None:
         if self._quiet:
             return
         if field == "flow_blocks":
-            layers = self._layers()
+            layers = self._session.layers
             value = evenly(layers, min(value, len(layers)))
         elif field == "which":
             field = "flow_blocks"
@@ -177,9 +183,6 @@ class Controls(W.VBox):  # type: ignore[misc]
         elif field == "undo_buckets" and value == self._on_cpu:
             value = None  # all, also when there are more of them some day
         self._on_edit(**{field: value})
-
-    def _layers(self) -> tuple[int, ...]:
-        return tuple(i for i, b in enumerate(self._session.profile.blocks) if b.kind == "layer")
 
     def show_plan(self, pending: frozenset[str] = frozenset()) -> None:
         """Set every control to the session's plan, its limits to the model and machine, and explain the values.
@@ -219,6 +222,8 @@ class Controls(W.VBox):  # type: ignore[misc]
             if "flow_blocks" not in pending:
                 _set(self.flow, len(p.flow_blocks))
                 _set(self.flow_which, format_blocks(p.flow_blocks))
+            if "recomputed" not in pending:
+                _set(self.recomputed, format_blocks(s.recomputed))
             for field, put in setters.items():
                 if field not in pending:
                     put()

@@ -1,30 +1,35 @@
-"""Writes the tuned config and shows exactly how to train with it."""
+"""Writes the tuned config, a report, a trace and pictures, and shows exactly how to train with the config."""
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import ipywidgets as W
 
 from superoffload.config import OptimizerConfig, TrainingConfig, TunedConfig
 from superoffload.errors import InputError
+from superoffload.export import chrome_trace
+from superoffload.record import write_atomic
 from superoffload.widgets.parts import Guard, Messages, button, escape
+from superoffload.widgets.picture import Format, Painter
+from superoffload.widgets.report import Shown, report_html, state_picture, timeline_picture
 
 SCHEDULES = ("constant", "linear", "cosine")
 
 
 class ExportPanel(W.VBox):  # type: ignore[misc]
-    """Path, optimizer and length of the run; the button writes the file and shows the command line.
+    """Path, optimizer and length of the run; the buttons write files and the panel shows the command line.
 
     Args:
-        make_config: builds the config of the present plan with the given optimizer and training settings.
+        look: what the Tuner shows with the given optimizer and training settings, none of it a draft.
         config: where the fields start.
     """
 
-    def __init__(self, make_config: Callable[[OptimizerConfig, TrainingConfig], TunedConfig], config: TunedConfig):
-        self._make, self._training = make_config, config.training
+    def __init__(self, look: Callable[[OptimizerConfig, TrainingConfig], Shown], config: TunedConfig):
+        self._look, self._training = look, config.training
         self._optimizer = config.optimizer
         self.messages = Messages()
         guard = Guard(self.messages)
@@ -53,13 +58,26 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
         )  # fmt: skip
         self.write = button("Write config", "Write the tuned config to this file", guard(lambda _: self.export()))
         self.write.button_style = "primary"
+        self.painter = Painter()
+
+        def other(text: str, tooltip: str, action: Callable[[], object]) -> W.Button:
+            return button(text, tooltip, guard(lambda _: action()))
+
+        self.report = other("Report", "A page with numbers, figures and reasons; opens offline", self.write_report)
+        self.perfetto = other("Trace", "The step in Chrome's format, for ui.perfetto.dev", self.write_trace)
+        self.png = other("PNG", "Pictures of the timeline and of memory", lambda: self.paint("png"))
+        self.svg = other("SVG", "The same pictures as vector graphics", lambda: self.paint("svg"))
         self.lines = W.HTML()
         super().__init__(
             [
                 W.HBox(
                     [self.path, self.lr, self.clip, self.steps, self.schedule], layout=W.Layout(flex_flow="row wrap")
                 ),
-                W.HBox([self.data, self.write], layout=W.Layout(flex_flow="row wrap", align_items="center")),
+                W.HBox(
+                    [self.data, self.write, self.report, self.perfetto, self.png, self.svg],
+                    layout=W.Layout(flex_flow="row wrap", align_items="center"),
+                ),
+                self.painter,
                 self.messages,
                 self.lines,
             ]
@@ -93,7 +111,43 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
         )
 
     def export(self) -> Path:
-        """Write the file whole or not at all, and say where it is."""
+        """Write the tuned config whole or not at all, and say where it is."""
+        path = self._target()
+        self._write({path: self._look(*self.settings()).config.to_json() + "\n"})
+        self._show_lines()
+        return path
+
+    def write_report(self) -> Path:
+        """Write the report beside the config's place."""
+        shown = self._look(*self.settings())
+        page = report_html(shown, command=self.command(), snippet=self.snippet())
+        path = self._target("-report.html")
+        self._write({path: page})
+        return path
+
+    def write_trace(self) -> Path:
+        """Write the step as a Chrome trace."""
+        shown = self._look(*self.settings())
+        path = self._target("-trace.json")
+        self._write({path: json.dumps(chrome_trace(shown.measured or shown.trace))})
+        return path
+
+    def paint(self, format: Format) -> None:
+        """Have the browser draw the timeline and the memory, and write both when they come."""
+        shown = self._look(*self.settings())
+        targets = [self._target(f"-{name}.{format}") for name in ("timeline", "memory")]
+        guard = Guard(self.messages)
+
+        def done(files: Sequence[bytes]) -> None:
+            self._write(dict(zip(targets, files, strict=True)))
+
+        self.messages.notice("The browser draws …", "")
+        self.painter.paint(
+            [timeline_picture(shown), state_picture(shown)], format, guard(done, keep=True), self.messages.error
+        )
+
+    def _target(self, ending: str = "") -> Path:
+        """The path of the config, or of a file beside it: ``tuned-report.html`` belongs to ``tuned.json``."""
         name = self.path.value.strip()
         if not name:
             raise InputError("the file has no name", expected="a path such as tuned.json")
@@ -102,19 +156,22 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
             raise InputError(
                 f"{target} is a folder", expected="a file name", remedy=f"Write to {target / 'tuned.json'}"
             )
-        existed = target.exists()
-        try:
-            config = self._make(*self.settings())
-            path = config.save(target)
-        except OSError as e:
-            raise InputError(
-                f"{target} could not be written: {e.strerror or e}",
-                remedy="Choose a file in a folder that you may write to",
-            ) from e
-        text = f"{'Replaced' if existed else 'Wrote'} <b>{escape(path)}</b> ({path.stat().st_size:,} bytes)."
-        self.messages.notice(text)
-        self._show_lines()
-        return path
+        return target.with_name(target.stem + ending) if ending else target
+
+    def _write(self, files: Mapping[Path, str | bytes]) -> None:
+        """Write files, each whole or not at all, and say where they are."""
+        told = []
+        for path, content in files.items():
+            existed = path.exists()
+            try:
+                write_atomic(path, content)
+            except OSError as e:
+                raise InputError(
+                    f"{path} could not be written: {e.strerror or e}",
+                    remedy="Choose a file in a folder that you may write to",
+                ) from e
+            told.append(f"{'Replaced' if existed else 'Wrote'} <b>{escape(path)}</b> ({path.stat().st_size:,} bytes).")
+        self.messages.notice(" ".join(told))
 
     def _show_lines(self) -> None:
         self.lines.value = (

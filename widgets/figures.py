@@ -28,6 +28,17 @@ LANE_HEIGHT = 0.72
 LEAST_BAR = 0.25
 """No bar of the layer map is lower than this part of the highest: beside a large embedding, layers must still be seen
 and clicked."""
+MARKS = {
+    "none": ("line-ew-open", "all of its activations stay on the GPU"),
+    "selective": ("circle-open", "keeps products, computes the rest again"),
+    "full": ("circle", "its forward is computed again"),
+    "offload_inputs": ("triangle-down", "its input waits in CPU memory, its forward is computed again"),
+    "offload_saved": ("triangle-down-open", "its activations wait in CPU memory"),
+    "": ("line-ew-open", "no layer: what it keeps stays"),
+}
+"""Symbol below a block of the layer map, by the policy of its activations, and what it means."""
+MARK_ROOM = 0.2
+"""Of the highest bar: what the marks take below the bars."""
 MEMORY_PIXELS = 400
 """Least width at which the memory bars are drawn: a segment carries its name where it has room for it."""
 
@@ -207,6 +218,27 @@ def layer_traces(view: vm.LayerMap, theme: Theme) -> list[Spec]:
     return traces
 
 
+def mark_trace(view: vm.LayerMap, theme: Theme) -> Spec:
+    """One mark below each block: what becomes of its activations."""
+    highest = max((b.params for b in view.blocks), default=1)
+    return _scatter(
+        name="Activations",
+        mode="markers",
+        x=np.asarray([b.index for b in view.blocks], dtype=np.int16),
+        y=np.full(len(view.blocks), -MARK_ROOM * 0.55 * highest, dtype=np.float32),
+        marker={
+            "symbol": [MARKS[b.activations][0] for b in view.blocks],
+            "size": 7 if len(view.blocks) <= 70 else 4,
+            "color": theme.text,
+            "opacity": [1.0 if b.activations else 0.0 for b in view.blocks],
+            "line": {"width": 1, "color": theme.text},
+        },
+        hovertext=[f"{b.index}: {b.name}<br>{MARKS[b.activations][1]}" for b in view.blocks],
+        hovertemplate="%{hovertext}<extra></extra>",
+        cliponaxis=False,
+    )
+
+
 def bucket_trace(view: vm.LayerMap, theme: Theme) -> Spec:
     """One narrow bar per bucket in backward-completion order, or for some neighbours with their mean where there are
     many; the retained ones stand at the end."""
@@ -287,8 +319,19 @@ def state_figure(
     return go.Figure(state_spec(layers, rows, theme=theme, height=height))
 
 
-def state_spec(layers: vm.LayerMap, rows: Sequence[vm.MemoryRow], *, theme: Theme = PAPER, height: int = 260) -> Spec:
-    """Layer map, bucket strip and memory bars in one figure of four traces, since live figures are costly."""
+def state_spec(
+    layers: vm.LayerMap,
+    rows: Sequence[vm.MemoryRow],
+    *,
+    theme: Theme = PAPER,
+    height: int = 260,
+    clickable: bool = True,
+) -> Spec:
+    """Layer map, bucket strip and memory bars in one figure of five traces, since live figures are costly.
+
+    Args:
+        clickable: whether the captions say what a click does.
+    """
     memory, notes, reach = memory_trace(rows, theme)
     blocks, buckets = layer_traces(layers, theme), bucket_trace(layers, theme)
     buckets.update(xaxis="x2", yaxis="y2")
@@ -297,15 +340,17 @@ def state_spec(layers: vm.LayerMap, rows: Sequence[vm.MemoryRow], *, theme: Them
         note["yref"] = "y3"
     plain = {"showgrid": False, "zeroline": False, "fixedrange": True, "showticklabels": False, "ticks": ""}
     n, nb = len(layers.blocks), len(layers.bucket_params)
+    highest = max((b.params for b in layers.blocks), default=1)
     title = {"size": 10, "color": theme.muted}
     kept = f"<b>{nb} buckets</b> in backward order, {layers.retained_buckets} retained"
     cpu, gpu = (f'<span style="color:{STATE_COLOURS[x]}">■</span>' for x in ("cpu", "gpu"))
     captions = [
         {
-            "text": f"<b>{n} blocks</b>, state on {cpu} CPU or {gpu} GPU; click a layer to let it flow (hatched)",
+            "text": f"<b>{n} blocks</b>, state on {cpu} CPU or {gpu} GPU; "
+            + ("click: flow (hatched); marks: recompute (●)" if clickable else "hatched: flow; ●: recomputed"),
             "y": 1.0,
         },
-        {"text": f"{kept}; click one to retain it and all later", "y": 0.60},
+        {"text": kept + ("; click one to retain it and all later" if clickable else ""), "y": 0.60},
         {"text": "<b>Memory</b> in percent of capacity", "y": 0.37},
     ]
     notes += [
@@ -321,13 +366,13 @@ def state_spec(layers: vm.LayerMap, rows: Sequence[vm.MemoryRow], *, theme: Them
         annotations=notes,
         shapes=[_capacity_line("x3", "y3", theme)],
         xaxis={**plain, "domain": [0, 1], "anchor": "y", "range": [-0.6, n - 0.4]},
-        yaxis={**plain, "domain": [0.71, 1.0], "anchor": "x"},
+        yaxis={**plain, "domain": [0.70, 1.0], "anchor": "x", "range": [-MARK_ROOM * highest, 1.0 * highest]},
         xaxis2={**plain, "domain": [0, 1], "anchor": "y2", "range": [-0.6, nb - 0.4]},
         yaxis2={**plain, "domain": [0.48, 0.60], "anchor": "x2"},
         xaxis3=_percent_axis(reach, theme, domain=[0, 1], anchor="y3"),
         yaxis3=_place_axis(rows, domain=[0.0, 0.37], anchor="x3"),
     )  # fmt: skip
-    return {"data": [*blocks, buckets, memory], "layout": layout}
+    return {"data": [*blocks, buckets, memory, mark_trace(layers, theme)], "layout": layout}
 
 
 def _capacity_line(x: str, y: str, theme: Theme) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import ipywidgets as W
 from superoffload.calibration import Calibration, calibrate
 from superoffload.errors import InputError
 from superoffload.measured_step import lanes_busy
-from superoffload.profiler import Profile
 from superoffload.tracing import LANE_TITLES, Trace
 from superoffload.units import format_off, format_seconds
 from superoffload.widgets.background import on_loop
@@ -60,8 +59,7 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
             guard(lambda _: self.show_recorded()),
         )  # fmt: skip
         self.recorded.layout.display = None if tuner.recorded is not None else "none"
-        self._uncalibrated: Profile | None = None
-        self.correct.disabled, self.back.disabled = tuner.measured is None, True
+        self.correct.disabled, self.back.disabled = tuner.measured is None, tuner.session.uncalibrated is None
         self.progress = W.IntProgress(0, 0, 1, layout=W.Layout(width="220px", visibility="hidden"))
         self.cancel.disabled = True
         possible = model is not None and batch is not None
@@ -153,18 +151,17 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
             )
         if trace is None:
             raise InputError("no step of this plan was measured", remedy="Measure steps first")
-        base = self._uncalibrated or session.given
+        base = session.uncalibrated or session.given
         found = calibrate(base, trace)
-        self._tuner.take_profile(found.profile)
-        self._uncalibrated = base
+        self._tuner.take_profile(found.profile, base)
         self.back.disabled = False
         self.messages.notice(_told(found), "warn" if found.strange else "good")
 
     def uncalibrate(self) -> None:
         """Go back to the profile as it was before."""
-        if self._uncalibrated is not None:
-            self._tuner.take_profile(self._uncalibrated)
-            self._uncalibrated = None
+        before = self._tuner.session.uncalibrated
+        if before is not None:
+            self._tuner.take_profile(before)
             self.back.disabled = True
             self.messages.notice("The predictions are those of the profile as it was measured again.")
 

@@ -50,8 +50,12 @@ class Messages(W.HTML):  # type: ignore[misc]
         super().__init__()
         self._event, self._state = "", ""
 
-    def error(self, error: BaseException) -> None:
-        """Show an error with its cause and remedy; the traceback is folded away."""
+    def error(self, error: BaseException, blame: str = "") -> None:
+        """Show an error with its cause and remedy; the traceback is folded away.
+
+        Args:
+            blame: trusted HTML: whose error it is, where it is not one of the dashboard.
+        """
         if isinstance(error, SuperOffloadError):
             body = f"<b>{escape(error.what)}.</b>"
             if error.expected:
@@ -59,9 +63,9 @@ class Messages(W.HTML):  # type: ignore[misc]
             if error.remedy:
                 body += f"<br>{escape(error.remedy)}."
         else:
-            body = (
-                f"<b>{escape(type(error).__name__)}: {escape(error)}</b><br>"
-                "This is a defect of the dashboard, which goes on working. Please report it with the details below."
+            body = f"<b>{escape(type(error).__name__)}: {escape(error)}</b><br>" + (
+                blame
+                or "This is a defect of the dashboard, which goes on working. Please report it with the details below."
             )
         trace = "".join(traceback.format_exception(error))
         body += f"<details><summary>Details</summary><pre>{escape(trace)}</pre></details>"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,6 +42,8 @@ class SavedSession(Record):
 
     profile: Profile
     """The profile that predictions build on: the one that the session was opened with, or corrected since."""
+    uncalibrated: Profile | None = None
+    """That profile before it was corrected, so that a calibration can be taken back in a later session too."""
     hardware: Hardware
     plan: Plan
     baseline: vm.Numbers | None = None
@@ -56,8 +58,9 @@ class Edit:
 
     plan: Plan
     hardware: Hardware
-    topic: str
-    """What was edited to come here; quick neighbours with the same topic are one entry."""
+    topic: str = ""
+    """The knobs that were turned to come here, quick neighbours with the same ones being one entry; empty where it was
+    something else, which is always an entry of its own."""
     at_s: float = 0.0
     """Monotonic time of the edit."""
 
@@ -88,6 +91,8 @@ class Session:
         draft_above: int | None = None,
     ):
         self.given = profile
+        self.uncalibrated: Profile | None = None
+        """`given` as it was before a calibration corrected it."""
         self.hardware = hardware or profile.hardware
         self.profile = self._profile_for(self.hardware, profile.micro_batch, profile.seq_len)
         self.autosave = Path(autosave) if autosave is not None else None
@@ -107,7 +112,7 @@ class Session:
         """The baseline's trace, where more than its numbers is known."""
         self._pinned_on: Hardware | None = None
         self._keep_baseline(baseline)
-        self._history: list[Edit] = [Edit(self.plan, self.hardware, "start")]
+        self._history: list[Edit] = [Edit(self.plan, self.hardware)]
         self._position = 0
         self._draft_above = None
 
@@ -124,6 +129,27 @@ class Session:
         if self._buckets is None or self._buckets[0] != key:
             self._buckets = (key, buckets_of(self.given, *key))
         return self._buckets[1]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The blocks that may flow and be recomputed: the transformer layers."""
+        return tuple(i for i, b in enumerate(self.profile.blocks) if b.kind == "layer")
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The layers whose whole forward is computed again."""
+        return tuple(i for i in self.layers if self.plan.activations_of(i) == "full")
+
+    def recomputing(self, wanted: Iterable[int]) -> dict[str, Any]:
+        """Fields of the plan with which these layers, and no others, are computed again; the policies of all others
+        stay, except that what was recomputed keeps everything then."""
+        full = set(wanted)
+        others = "none" if self.plan.activations == "full" else self.plan.activations
+        policies = {i: self.plan.activations_of(i) for i in self.layers}
+        policies = {i: "full" if i in full else others if p == "full" else p for i, p in policies.items()}
+        common = next(iter(policies.values())) if len(set(policies.values())) == 1 else others
+        by_block = {i: p for i, p in policies.items() if p != common}
+        return {"activations": common, "activations_by_block": by_block}
 
     @property
     def set_by_hand(self) -> frozenset[str]:
@@ -165,17 +191,15 @@ class Session:
         others = {k: getattr(self.plan, k) for k in Plan.knobs() if k != field}
         chosen = self._make_plan(**_as_knobs(others))
         reasons = {**self.plan.reasons, field: chosen.reasons.get(field, "chosen by the cost model")}
-        self._become(
-            self.plan.replace(**{field: getattr(chosen, field)}, reasons=reasons), self.hardware, "auto " + field
-        )
+        self._become(self.plan.replace(**{field: getattr(chosen, field)}, reasons=reasons), self.hardware)
 
     def choose_all(self) -> None:
         """Let the cost model choose every field."""
-        self._become(self._make_plan(), self.hardware, "auto all")
+        self._become(self._make_plan(), self.hardware)
 
     def set_plan(self, plan: Plan, hardware: Hardware | None = None) -> None:
         """Replace the whole plan, and the machine with it where one is given."""
-        self._become(plan, hardware or self.hardware, "plan")
+        self._become(plan, hardware or self.hardware)
 
     def set_hardware(self, hardware: Hardware) -> None:
         """Look at another machine: fields set by hand stay (within its limits), the others are chosen for it."""
@@ -183,11 +207,15 @@ class Session:
         keep = {k: getattr(self.plan, k) for k in self.set_by_hand if k not in SHAPE_FIELDS}
         if "adam_threads" in keep:
             keep["adam_threads"] = min(keep["adam_threads"], hardware.cpu.cores)
-        self._become(self._make_plan(profile, hardware, **_as_knobs(keep)), hardware, "hardware")
+        self._become(self._make_plan(profile, hardware, **_as_knobs(keep)), hardware)
 
-    def replace_profile(self, profile: Profile) -> None:
+    def replace_profile(self, profile: Profile, uncalibrated: Profile | None = None) -> None:
         """Go on with another profile of the same model at the same size: a corrected one, say. The plan stays, and a
-        modelled baseline is modelled anew; the undo history begins anew, since its states were of the old one."""
+        modelled baseline is modelled anew; the undo history begins anew, since its states were of the old one.
+
+        Args:
+            uncalibrated: what `profile` was before it was corrected, where it was.
+        """
         old = (self.given, self.profile, self.hardware, self.trace)
         hardware = profile.hardware if self.hardware == self.given.hardware else self.hardware
         try:
@@ -201,12 +229,13 @@ class Session:
             on = profile.hardware if self._pinned_on.name == profile.hardware.name else self._pinned_on
             self._pin_again(self.pinned.plan, on)
             self.baseline = vm.numbers(self.pinned)
-        self._history, self._position = [Edit(self.plan, self.hardware, "start")], 0
+        self.uncalibrated = uncalibrated
+        self._history, self._position = [Edit(self.plan, self.hardware)], 0
         self.saver()
 
     def adopt(self, trace: Trace) -> None:
         """Show a trace that was made elsewhere, and take over its plan."""
-        self._become(trace.plan, self.hardware, "trace", trace)
+        self._become(trace.plan, self.hardware, trace=trace)
 
     def pin(self, baseline: Trace | Plan | vm.Numbers | None = None) -> None:
         """Compare with this from now on; with the present trace when nothing is given."""
@@ -218,10 +247,6 @@ class Session:
     def unpin(self) -> None:
         self._keep_baseline(None)
         self.saver()
-
-    def end_entry(self) -> None:
-        """Make the next edit an entry of the undo history of its own, however quickly it follows."""
-        self._history[-1] = replace(self._history[-1], topic="")
 
     # ---- undo ----------------------------------------------------------------------------------------------------
 
@@ -248,7 +273,7 @@ class Session:
         self._position = position
         self.saver()
 
-    def _become(self, plan: Plan, hardware: Hardware, topic: str, trace: Trace | None = None) -> None:
+    def _become(self, plan: Plan, hardware: Hardware, topic: str = "", trace: Trace | None = None) -> None:
         before = (self.plan, self.hardware)
         self._take(plan, hardware, trace)
         if (self.plan, self.hardware) == before:
@@ -256,7 +281,7 @@ class Session:
         del self._history[self._position + 1 :]
         # Moving one slider back and forth is one edit: undo leads to where it stood before.
         now, last = time.monotonic(), self._history[-1]
-        if len(self._history) > 1 and last.topic == topic and now - last.at_s < SAME_EDIT_S:
+        if topic and len(self._history) > 1 and last.topic == topic and now - last.at_s < SAME_EDIT_S:
             self._history.pop()
         self._history.append(Edit(self.plan, self.hardware, topic, now))
         del self._history[:-MAX_UNDO]
@@ -401,7 +426,8 @@ class Session:
         """The session as one record."""
         again = self.pinned is not None and self.pinned.source == "modelled" and self._pinned_on is not None
         return SavedSession(
-            profile=self.given, hardware=self.hardware, plan=self.plan, baseline=self.baseline,
+            profile=self.given, uncalibrated=self.uncalibrated, hardware=self.hardware, plan=self.plan,
+            baseline=self.baseline,
             baseline_plan=self.pinned.plan if self.pinned is not None and again else None,
             baseline_hardware=self._pinned_on if again else None,
         )  # fmt: skip
@@ -415,6 +441,7 @@ class Session:
         """
         s = SavedSession.load(path)
         session = cls(s.profile, s.plan, s.hardware, s.baseline, autosave=path)
+        session.uncalibrated = s.uncalibrated
         if s.baseline_plan is not None and s.baseline_hardware is not None:
             session._pin_again(s.baseline_plan, s.baseline_hardware)
         return session

@@ -36,6 +36,7 @@ from superoffload.widgets.controls import Controls
 from superoffload.widgets.drawers import Drawer, Drawers
 from superoffload.widgets.export_panel import ExportPanel
 from superoffload.widgets.live import LiveFigure
+from superoffload.widgets.machine_panel import MachineMenu, MachinePanel
 from superoffload.widgets.measure_panel import MeasurePanel
 from superoffload.widgets.measured_view import overlay
 from superoffload.widgets.parts import (
@@ -49,6 +50,7 @@ from superoffload.widgets.parts import (
     loop_runs,
     style_sheet,
 )
+from superoffload.widgets.report import Shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -116,14 +118,27 @@ class Tuner(W.VBox):  # type: ignore[misc]
             self.show_measured(recorded.trace)
 
     @classmethod
-    def restore(cls, path: str | os.PathLike[str], *, model_source: ModelRef | str | None = None) -> Tuner:
+    def restore(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        model: nn.Module | None = None,
+        batch: Any = None,
+        model_source: ModelRef | str | None = None,
+    ) -> Tuner:
         """Open the Tuner as an earlier session left it, and go on saving there.
 
+        Args:
+            model: the torch model of that session, to measure real steps with `batch`.
+
         Raises:
-            InputError: no such file, or not a saved session.
+            InputError: no such file, not a saved session, or a session of another model.
         """
+        session = sessions.Session.restore(path)
+        if model is not None:
+            _check_model(model, session.given)
         tuner = cls.__new__(cls)
-        tuner._build(sessions.Session.restore(path), None, None, model_source)
+        tuner._build(session, model, batch, model_source)
         return tuner
 
     def _build(self, session: sessions.Session, model: Any, batch: Any, source: ModelRef | str | None) -> None:
@@ -144,13 +159,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self._title, self._cards = W.HTML(), W.HTML(layout=W.Layout(width="100%", margin="2px 0"))
         self._legend, self._stalls = (W.HTML(layout=W.Layout(width="100%", margin="0")) for _ in range(2))
         self._foot = W.HTML()
-        self._machines = sessions.hardware_choices(session.given.hardware)
-        self.machine = W.Dropdown(
-            options=list(self._machines), description="Machine", layout=W.Layout(width="178px"),
-            style={"description_width": "52px"}, tooltip="Simulate on another machine",
-        )  # fmt: skip
-        self._show_machine()
-        self.machine.observe(self._guard(self._machine_chosen), names="value")
+        self.machine = MachineMenu(session.given.hardware, self._guard(self._take_machine))
+        self.machine.show(session.hardware)
         on = self._guard
         self.undo = button("Undo", "Take back the last edit", on(lambda _: self._step_history(session.undo)))
         self.redo = button("Redo", "Do the edit again", on(lambda _: self._step_history(session.redo)))
@@ -160,27 +170,31 @@ class Tuner(W.VBox):  # type: ignore[misc]
         )
         self.drawers = Drawers(
             {
+                "Machine": Drawer("Change this machine's figures: what if?", "66px",
+                                  lambda: MachinePanel(self._present_machine, self._take_machine, self.machine.named)),
                 "Compare": Drawer("Other plans beside this one, and what-if sweeps", "72px",
                                   lambda: ComparePanel(self, self._bridge)),
                 "Autotune": Drawer("Search for a better plan", "70px", lambda: Autotune.inside(self, self._bridge)),
                 "Measure": Drawer("Run real steps with this plan", "66px",
                                   lambda: MeasurePanel(self, self._model, self._batch)),
-                "Export": Drawer("Write the tuned config", "56px",
-                                 lambda: ExportPanel(self._export_config, self.config)),
+                "Export": Drawer("Write the tuned config, a report, a trace, pictures", "56px",
+                                 lambda: ExportPanel(self._exported, self.config)),
             },
             self._guard, self._drawer_opened,
         )  # fmt: skip
-        self.compare, self.autotune, self.measure, self.export = self.drawers.toggles.values()
+        self.what_if, self.compare, self.autotune, self.measure, self.export = self.drawers.toggles.values()
         self.timeline = LiveFigure(
             figures.timeline_spec(self._views(), theme=themes.LIGHT, height=TIMELINE_HEIGHT, legend=False)
         )
         self.state = LiveFigure(self._state_spec(themes.LIGHT))
-        for trace, clicked in enumerate((self._layer_clicked, self._layer_clicked, self._bucket_clicked)):
+        layer, bucket, mark = self._layer_clicked, self._bucket_clicked, self._mark_clicked
+        for trace, clicked in ((0, layer), (1, layer), (2, bucket), (4, mark)):
             self.state.on_point(trace, self._guard(clicked))
         tools = W.HBox(
-            [self.machine, self.auto, self.undo, self.redo, self.pin, *self.drawers.toggles.values()],
+            [self.what_if, self.machine, self.auto, self.undo, self.redo, self.pin,
+             self.compare, self.autotune, self.measure, self.export],
             layout=W.Layout(flex="0 0 auto", align_items="center"),
-        )
+        )  # fmt: skip
         self._title.layout.flex = "1 1 0"
         self._title.layout.min_width = "120px"
         head = W.HBox([self._title, tools], layout=W.Layout(width="100%", align_items="center", flex_flow="row wrap"))
@@ -254,8 +268,11 @@ class Tuner(W.VBox):  # type: ignore[misc]
     def _apply(self, changes: dict[str, Any]) -> None:
         try:
             if isinstance(changes.get("flow_blocks"), str):
-                layers = tuple(i for i, b in enumerate(self.session.profile.blocks) if b.kind == "layer")
-                changes = {**changes, "flow_blocks": parse_blocks(changes["flow_blocks"], layers)}
+                changes = {**changes, "flow_blocks": parse_blocks(changes["flow_blocks"], self.session.layers)}
+            if "recomputed" in changes:
+                text = changes.pop("recomputed")
+                blocks = parse_blocks(text, self.session.layers, "is not recomputed") if isinstance(text, str) else text
+                changes |= self.session.recomputing(blocks)
             with self._live():
                 self.session.edit(**changes)
         finally:
@@ -277,30 +294,21 @@ class Tuner(W.VBox):  # type: ignore[misc]
     def _step_history(self, action: Any) -> None:
         with self._live():
             action()
-        self._show_machine()
+        self.machine.show(self.session.hardware)
         self._refresh()
 
-    def _machine_chosen(self, change: Mapping[str, Any]) -> None:
-        hardware = self._machines[change["new"]]()
+    def _present_machine(self) -> Hardware:
+        return self.session.hardware
+
+    def _take_machine(self, hardware: Hardware) -> None:
         if hardware == self.session.hardware:
             return
         try:
             with self._live():
                 self.session.set_hardware(hardware)
         finally:
-            self._show_machine()
+            self.machine.show(self.session.hardware)
             self._refresh()
-
-    def _show_machine(self) -> None:
-        name = self.session.hardware.name
-        title = next((t for t in self._machines if t == name or t.startswith(f"{name} (")), None)
-        if title is None:
-            own = self.session.hardware
-            title = f"{name} ({own.source})"
-            self._machines[title] = lambda: own
-            self.machine.options = list(self._machines)
-        if self.machine.value != title:
-            self.machine.value = title
 
     def _toggle_pin(self) -> None:
         draft = self.session.is_draft
@@ -311,14 +319,19 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self._refresh(figures_too=draft)
 
     def _layer_clicked(self, trace: Any, points: Any, _: Any) -> None:
-        flow = set(self.session.plan.flow_blocks)
-        for i in points.point_inds:
-            if self.session.profile.blocks[i].kind != "layer":
-                raise InputError(
-                    f"block {i} ({self.session.profile.blocks[i].name}) cannot flow", expected="a transformer layer"
-                )
-            flow ^= {i}
+        flow = set(self.session.plan.flow_blocks) ^ self._layers_of(points, "cannot flow")
         self._apply({"flow_blocks": tuple(sorted(flow))})
+
+    def _mark_clicked(self, trace: Any, points: Any, _: Any) -> None:
+        wanted = set(self.session.recomputed) ^ self._layers_of(points, "is not recomputed")
+        self._apply({"recomputed": tuple(sorted(wanted))})
+
+    def _layers_of(self, points: Any, lacks: str) -> set[int]:
+        for i in points.point_inds:
+            block = self.session.profile.blocks[i]
+            if block.kind != "layer":
+                raise InputError(f"block {i} ({block.name}) {lacks}", expected="a transformer layer")
+        return set(points.point_inds)
 
     def _bucket_clicked(self, trace: Any, points: Any, _: Any) -> None:
         s = self.session
@@ -329,6 +342,10 @@ class Tuner(W.VBox):  # type: ignore[misc]
     def export_panel(self) -> ExportPanel | None:
         """None until it was opened; so are the others."""
         return self.drawers.panels.get("Export")
+
+    @property
+    def machine_panel(self) -> MachinePanel | None:
+        return self.drawers.panels.get("Machine")
 
     @property
     def measure_panel(self) -> MeasurePanel | None:
@@ -346,12 +363,12 @@ class Tuner(W.VBox):  # type: ignore[misc]
         if name == "Compare" and self.compare_panel is not None:
             self.compare_panel.refresh()  # what was edited while it was closed
 
-    def _export_config(self, optimizer: OptimizerConfig, training: TrainingConfig) -> TunedConfig:
+    def _exported(self, optimizer: OptimizerConfig, training: TrainingConfig) -> Shown:
         self._optimizer, self._training = optimizer, training
         draft = self.session.is_draft
         self.session.settle()
         self._refresh(figures_too=draft)
-        return self.config
+        return Shown(self.config, self.session.profile, self.session.trace, self.measured, self.session.baseline)
 
     # ---- drawing -------------------------------------------------------------------------------------------------
 
@@ -374,9 +391,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
         if mine == "auto" and resolve_speculation(self.session.plan).speculate == plan.speculate:
             plan = plan.replace(speculate=mine)  # a simulated plan says what `auto` was taken for
         other = profile.hardware if profile.hardware != self.session.hardware else None
-        self.session.end_entry()
         self.session.set_plan(plan, other)
-        self._show_machine()
+        self.machine.show(self.session.hardware)
         self._refresh()
         return f"in the Tuner{f', which shows {other.name} now' if other else ''}; Undo there takes it back"
 
@@ -387,11 +403,15 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self.session.set_plan(self.recorded.plan)
         self.show_measured(self.recorded.trace)
 
-    def take_profile(self, profile: Profile) -> None:
-        """Predict from another profile of the same model from now on; the plan and a measured overlay stay."""
-        self.session.replace_profile(profile)
-        self._machines |= sessions.hardware_choices(profile.hardware)
-        self._show_machine()
+    def take_profile(self, profile: Profile, uncalibrated: Profile | None = None) -> None:
+        """Predict from another profile of the same model from now on; the plan and a measured overlay stay.
+
+        Args:
+            uncalibrated: what `profile` was before it was corrected, where it was.
+        """
+        self.session.replace_profile(profile, uncalibrated)
+        self.machine.own_is(profile.hardware)
+        self.machine.show(self.session.hardware)
         self._refresh()
 
     def _views(self) -> list[vm.TimelineView]:
@@ -420,14 +440,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         s = self.session
         if self.measured is not None and self.measured.plan.replace(reasons={}) != s.plan.replace(reasons={}):
             self.measured = None  # it would be compared with what it is not
-        # The three traits change together: an observer of one finds the others already new.
-        self._syncing = True
-        try:
-            with self.hold_trait_notifications():
-                self.plan, self.trace = s.plan, s.trace
-                self.config = self.make_config()
-        finally:
-            self._syncing = False
+        self._publish()
         self.controls.show_plan(self._edits.pending)
         _put(self._title, f'<div class="so-head"><b>{escape(s.given.model)}</b>'
              f"<span>{escape(vm.size_line(s.profile))}</span></div>")  # fmt: skip
@@ -449,6 +462,31 @@ class Tuner(W.VBox):  # type: ignore[misc]
             self.compare_panel.follow()
         if self.autotune_panel is not None:
             self.autotune_panel.offer()
+        if self.machine_panel is not None:
+            self.machine_panel.follow()
+
+    def _publish(self) -> None:
+        """Set the three traits together: an observer of one finds the others already new."""
+        self._syncing = True
+        try:
+            with self.hold_trait_notifications():
+                self.plan, self.trace = self.session.plan, self.session.trace
+                self.config = self.make_config()
+        finally:
+            self._syncing = False
+
+    def notify_change(self, change: Any) -> None:
+        """Tell observers. What another cell's observer raises is shown, and neither the observers of the other traits
+        nor the figures suffer; where a cell sets a trait itself, that cell gets the error."""
+        try:
+            super().notify_change(change)
+        except Exception as e:
+            if not self._syncing:
+                raise
+            name = escape(change["name"])
+            self.messages.error(e, f"A function that observes <code>{name}</code> of this Tuner failed. The plan has "
+                                   "been changed all the same. Mend that function, or take it off with "
+                                   f"<code>unobserve_all({name!r})</code>.")  # fmt: skip
 
     def _foot_html(self) -> str:
         s = self.session

@@ -153,6 +153,8 @@ class BlockBar:
     """Parameters whose master weights and moments stay on the GPU."""
     flow: bool
     """Its 16-bit weights live in CPU memory and are fetched before each use."""
+    activations: str
+    """What becomes of what its backward reads: one of ACTIVATIONS; empty for a block that is no layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,11 @@ def layer_map(profile: Profile, plan: Plan, buckets: BucketCut | None = None) ->
     for block, count in cut.params_by_block(len(cut) - kept).items():
         retained[block] = count
     flow = set(plan.flow_blocks)
-    blocks = tuple(BlockBar(i, b.name, b.kind, b.params, retained[i], i in flow) for i, b in enumerate(profile.blocks))
+    blocks = tuple(
+        BlockBar(i, b.name, b.kind, b.params, retained[i], i in flow,
+                 plan.activations_of(i) if b.kind == "layer" else "")
+        for i, b in enumerate(profile.blocks)
+    )  # fmt: skip
     return LayerMap(blocks, tuple(cut.params.tolist()), kept)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from superoffload import graph
 from superoffload.config import TunedConfig
-from superoffload.errors import InputError, SuperOffloadError
+from superoffload.errors import DoesNotFit, InputError, SuperOffloadError
 from superoffload.hardware import preset
 from superoffload.links import link_at
 from superoffload.measured import PAPER_ADAM_S
@@ -23,6 +23,7 @@ from superoffload.profile_scaling import retarget
 from superoffload.profiler import Profile, estimate
 from superoffload.simulator import simulate, step_seconds
 from superoffload.units import ADAM_STREAM_BYTES, GB
+from superoffload.what_if import edited
 from superoffload.workshop import storm
 from superoffload.workshop.checks_several import sent_by_a_layer, short_exchange, states_of_a_chip
 from superoffload.workshop.experiments import (
@@ -347,16 +348,53 @@ def _better_by(percent: float) -> Callable[[Any], Result]:
     return judge
 
 
+MORE_PERCENT, SLOWER_PERCENT, SMALLER = 3.5, 5.0, 0.6
+"""Of the capstone's exercises: how much faster than the planner's own plan, and how much slower with what part of its
+GPU memory."""
+
+
 def _smaller(answer: Any) -> Result:
     score = _score(answer)
-    used, allowed = score.trace.memory.total("gpu") / GB, 0.6 * score.autotuner.memory.total("gpu") / GB
+    used, allowed = score.trace.memory.total("gpu") / GB, SMALLER * score.autotuner.memory.total("gpu") / GB
     return (
-        used <= allowed and score.percent >= -3,
+        used <= allowed and score.percent >= -SLOWER_PERCENT,
         f"{used:.1f} GB of the GPU, of {allowed:.1f} allowed; {score.percent:+.2f} % beside the planner's own plan",
     )
 
 
+# -- 01: quickstart ----------------------------------------------------------------------------------------------------
+
+
+def _states(answer: float) -> Result:
+    truth = _profile("llama-7b", "gh200").params * 12 / GB
+    return _close(answer, truth, 0.02, "GB of master weights and moments", "12 bytes for each of big.params")
+
+
+def _tokens_at_eight(answer: float) -> Result:
+    p = _profile("llama-7b", "gh200", micro_batch=8)
+    truth = simulate(p, make_plan(p)).tokens_per_s
+    return _close(answer, truth, 0.01, "tokens/s", "Plan anew at micro-batch 8")
+
+
+def _least_memory(answer: float) -> Result:
+    p = _profile("llama-7b", "gh200")
+
+    def lacks(gb: float) -> bool:
+        try:
+            make_plan(p, hardware=edited(p.hardware, gpu_memory_gb=gb))
+        except DoesNotFit:
+            return True
+        return False
+
+    if lacks(float(answer)):
+        return False, f"in {answer:g} GB no plan fits"
+    if not lacks(0.8 * answer):
+        return False, f"{0.8 * answer:.3g} GB would do too"
+    return True, f"about {answer:.3g} GB of the GPU, for {p.params * 16 / GB:.0f} GB of weights, gradients and state"
+
+
 CHECKS: dict[str, tuple[Callable[[Any], Result], ...]] = {
+    "01": (_states, _tokens_at_eight, _least_memory),
     "02": (_busy, _one_change, _slowest_link),
     "03": (_tokens_to_hide, _fewest_flow, _tokens_on_blackwell),
     "04": (_bytes_ratio, _fewest_retained, _enough_tokens),
@@ -365,6 +403,6 @@ CHECKS: dict[str, tuple[Callable[[Any], Result], ...]] = {
     "07": (_deepspeed_rate, _adam_seconds, _fewest_threads),
     "08": (_budget, _budget_and_speed, _exported),
     "09": (states_of_a_chip, sent_by_a_layer, short_exchange),
-    "10": (_better_by(0.0), _better_by(5.0), _smaller),
+    "10": (_better_by(0.0), _better_by(MORE_PERCENT), _smaller),
 }
 """Number of the notebook -> its exercises in order."""

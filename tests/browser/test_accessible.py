@@ -24,7 +24,7 @@ def test_no_panel_has_a_serious_fault(
         page.run(f"axe_{'dark' if dark else 'light'}.ipynb", [PANELS])
         page.tuner()
         found = {"Tuner": faults(page, ".so-tuner")}
-        for drawer in ("Compare", "Autotune", "Measure", "Export"):
+        for drawer in ("Machine", "Compare", "Autotune", "Measure", "Export"):
             page.page.click(f".so-tuner button:has-text('{drawer}')")
             page.page.wait_for_timeout(1500)
             found[drawer] = faults(page, ".so-tuner")

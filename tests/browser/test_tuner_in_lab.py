@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 TUNER = """import superoffload as so
@@ -71,6 +72,29 @@ def test_a_slider_moved_by_keyboard_changes_the_timeline(new_page: Callable[...,
     page.check_clean()
 
 
+def pictures_and_report(page: Any, new_page: Callable[..., Any], folder: Path) -> None:
+    """From the open export panel: the files are what they say, and the report opens without a network."""
+    for text, last in (("PNG", "tuned-memory.png"), ("SVG", "tuned-memory.svg"), ("Trace", "tuned-trace.json"),
+                       ("Report", "tuned-report.html")):  # fmt: skip
+        page.page.click(f".so-tuner button:text-is('{text}')")
+        page.until_text(".so-tuner .so-msg.good", last)
+    for name in ("timeline", "memory"):
+        png = (folder / f"tuned-{name}.png").read_bytes()
+        assert png[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(png[16:20], "big") == 2200
+        svg = (folder / f"tuned-{name}.svg").read_text(encoding="utf-8")
+        assert svg.startswith("<svg") and svg.endswith("</svg>")
+        assert {"timeline": "per step (modelled, h200-pcie5)", "memory": "in percent of capacity"}[name] in svg
+        (page.shots / f"export_{name}.png").write_bytes(png)
+    alone = new_page()
+    alone.page.context.set_offline(True)
+    alone.page.goto(f"file://{folder / 'tuned-report.html'}")
+    alone.page.wait_for_selector("#timeline .bars .point path", state="attached", timeout=20_000)
+    alone.page.wait_for_selector("#state .bars .point path", state="attached", timeout=20_000)
+    assert "h200-pcie5" in alone.text("h1")
+    alone.shot("report")
+    alone.check_clean()
+
+
 def test_layer_map_machine_baseline_and_export(new_page: Callable[..., Any], lab: Any) -> None:
     page = new_page()
     page.run("click.ipynb", [TUNER])
@@ -110,8 +134,51 @@ def test_layer_map_machine_baseline_and_export(new_page: Callable[..., Any], lab
     written = json.loads((lab.root / "tuned.json").read_text())
     assert written["hardware"]["name"] == "h200-pcie5"
     assert written["plan"]["flow_blocks"] == [20]
+    pictures_and_report(page, new_page, lab.root)
     p.click(".so-tuner button:has-text('Measure')")
     page.until_text(".so-tuner .so-msg.warn", "Tuner(model, batch=batch)")
+    page.check_clean()
+
+
+def test_what_if_and_recompute_on_a_large_screen(new_page: Callable[..., Any]) -> None:
+    """Figures of the machine typed in, a layer marked to be recomputed by mouse and by keyboard, at 1920 x 1080."""
+    page = new_page(1920, 1080)
+    page.run("what_if.ipynb", [TUNER])
+    page.tuner()
+    p = page.page
+    page.shot("tuner_1920")
+    p.click(".so-tuner button:text-is('Machine')")
+    field = p.get_by_label("GPU memory, GB")
+    field.fill("40")
+    p.keyboard.press("Enter")
+    page.until_text(CARDS, "modelled, gh200 edited")
+    page.until_text(".so-tuner .so-note", "GPU memory 96 → 40 GB")
+    assert p.eval_on_selector(".so-tuner select", "e => [e.value, e.getAttribute('aria-label')]")[1] == "Machine"
+    page.shot("what_if_1920")
+    p.click(".so-tuner button:text-is('Undo all changes')")
+    p.wait_for_function("s => !document.querySelector(s).textContent.includes('edited')", arg=CARDS, timeout=20_000)
+    p.click(".so-tuner button:text-is('Machine')")
+    box = p.get_by_label("Recomputed layers")
+    box.fill("3-5")
+    p.keyboard.press("Enter")
+    marks = "gd => [...document.querySelectorAll('.so-tuner .js-plotly-plot')][1]._fullData[4].marker.symbol"
+    full = f"() => ({marks})().filter(s => s === 'circle').length"
+    p.wait_for_function(f"() => ({full})() === 3", timeout=20_000)
+    x, y = p.evaluate(
+        """() => {
+            const map = document.querySelectorAll('.so-tuner .js-plotly-plot')[1];
+            const b = map.querySelectorAll('.scatterlayer .point')[7].getBoundingClientRect();
+            return [b.x + b.width / 2, b.y + b.height / 2];
+        }"""
+    )
+    p.mouse.move(x, y)
+    p.wait_for_timeout(300)
+    p.mouse.click(x, y)
+    p.wait_for_function(f"() => ({full})() === 4", timeout=20_000)
+    assert box.input_value() == "3-5, 7"
+    page.shot("recompute_1920")
+    widths = p.evaluate("(t => [t.offsetWidth, t.scrollWidth])(document.querySelector('.so-tuner'))")
+    assert widths[1] <= widths[0] + 1, "something sticks out sideways"
     page.check_clean()
 
 

@@ -31,6 +31,7 @@ SLOW_MACHINE = 3
 """A shared or older machine may take this many times as long before it counts as stuck."""
 EVERY = sorted(NOTEBOOKS.glob("*.ipynb"))
 LESSONS = [p for p in EVERY if p.name[:2] != "01"]
+"""Those that need no torch."""
 SOLUTIONS = sorted((NOTEBOOKS / "instructor").glob("*.ipynb"))
 NO_TORCH = """
 import sys
@@ -92,11 +93,11 @@ def test_all_notebooks_together_are_small_and_numbered() -> None:
     assert sum(p.stat().st_size for p in (*EVERY, *SOLUTIONS)) < 300_000
     numbers = [int(p.name[:2]) for p in EVERY]
     assert numbers[0] == 1 and all(a < b for a, b in pairwise(numbers))
-    assert [p.name[:2] for p in LESSONS] == sorted(CHECKS), "each has exercises that are checked"
-    assert [p.name for p in SOLUTIONS] == [f"{p.name[:2]}_solutions.ipynb" for p in LESSONS]
+    assert [p.name[:2] for p in EVERY] == sorted(CHECKS), "each has exercises that are checked"
+    assert [p.name for p in SOLUTIONS] == [f"{p.name[:2]}_solutions.ipynb" for p in EVERY]
 
 
-@pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", EVERY, ids=lambda p: p.name)
 def test_lessons_have_a_reset_a_prediction_exercises_and_a_self_check(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     order = [tag for c in notebook.cells for tag in c.metadata.get("tags", ())]
@@ -104,7 +105,9 @@ def test_lessons_have_a_reset_a_prediction_exercises_and_a_self_check(path: Path
     assert notebook.cells[0].cell_type == "markdown" and notebook.cells[0].source.startswith(f"# {path.name[:2]} · ")
     assert "About" in notebook.cells[0].source and "minutes" in notebook.cells[0].source
     reset = tagged(notebook, "reset")[0].source
-    assert reset.startswith("# Reset: run this cell to start over") and f'Lesson("{path.name[:2]}")' in reset
+    assert reset.startswith("# Reset: run this cell to start over") and "answer_1 = answer_2 = answer_3 = None" in reset
+    code = [c.source for c in notebook.cells if c.cell_type == "code"]
+    assert code[0] == reset and f'Lesson("{path.name[:2]}")' in code[0] + code[1]
     assert all(f"answer_{n} = None" in tagged(notebook, "exercise")[1].source for n in (1, 2, 3)), "nothing given away"
     text = "".join(c.source for c in notebook.cells if c.cell_type == "markdown").lower()
     assert "modelled" in text or "measured" in text

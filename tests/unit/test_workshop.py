@@ -16,6 +16,7 @@ from superoffload.hardware import preset
 from superoffload.measured_step import load_measured
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
+from superoffload.profile_scaling import retarget
 from superoffload.profiler import Profile, estimate
 from superoffload.simulator import simulate
 from superoffload.workshop import (
@@ -81,7 +82,13 @@ def test_a_faster_link_does_not_help_the_old_plan_and_the_best_plan_flips() -> N
     assert fast.best.step_s < 0.6 * fast.era.step_s
     assert slow.best.plan.retained_buckets > 100 and not slow.best.plan.flow_blocks
     assert fast.best.plan.flow_blocks and fast.best.plan.retained_buckets < slow.best.plan.retained_buckets
-    assert all(p.best.step_s <= p.era.step_s for p in (slow, middle, fast))
+    assert slow.best.plan.activations == "full" and fast.best.plan.activations == "none", "nothing is computed again"
+    assert all(p.best.step_s <= p.era.step_s and p.best.memory.fits for p in (slow, middle, fast))
+    for point in (slow, fast):
+        at = retarget(profile, link_at("gh200", point.gb_per_s))
+        assert point.best.step_s <= simulate(at, make_plan(at)).step_s, (
+            "never worse than the planner's choice for this link"
+        )
 
 
 def test_flow_is_hidden_where_the_formula_says() -> None:

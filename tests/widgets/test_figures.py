@@ -75,9 +75,14 @@ def test_memory_is_drawn_in_percent_of_capacity(trace: Trace) -> None:
 
 
 def test_layer_map_marks_flow_and_retained(small_profile: Profile, trace: Trace) -> None:
-    view = vm.layer_map(small_profile, Plan(bucket_mb=1.0, retained_buckets=2, flow_blocks=(2,)))
+    view = vm.layer_map(small_profile, Plan(bucket_mb=1.0, retained_buckets=2, flow_blocks=(2,), activations="none",
+                                            activations_by_block={1: "full"}))  # fmt: skip
     fig = figures.state_figure(view, vm.memory_rows(trace.memory))
-    on_cpu, on_gpu, buckets, _ = fig.data
+    on_cpu, on_gpu, buckets, _, marks = fig.data
+    assert [b.activations for b in view.blocks] == ["", "full", "none", ""]
+    assert list(marks.marker.symbol) == ["line-ew-open", "circle", "line-ew-open", "line-ew-open"]
+    assert list(marks.marker.opacity) == [0, 1, 1, 0], "embedding and head have no policy"
+    assert max(marks.y) < 0 and fig.layout.yaxis.range[0] < min(marks.y), "below the bars, and seen"
     assert on_gpu.y.tolist() == [2**18, 2**18, 0, 0]
     assert on_cpu.y.tolist() == [0, 2**18, 2**19, 2**18]
     assert list(on_cpu.marker.pattern.shape) == ["", "", "/", ""]

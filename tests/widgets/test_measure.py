@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -220,6 +221,28 @@ def test_the_panel_calibrates_and_goes_back(model: nn.Module, profiled: Profile)
     panel.back.click()
     assert t.session.given == before and panel.back.disabled
     assert t.trace.step_s == predicted
+
+
+def test_a_calibration_is_taken_back_after_reopening(model: nn.Module, profiled: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "session.json"
+    t = Tuner(profiled, plan_for(profiled), autosave=path)
+    t.show_measured(measure_steps(model, BATCH, profiled, t.plan, steps=2))
+    t.measure.value = True
+    t.measure_panel.correct.click()  # type: ignore[union-attr]
+    once = t.session.given
+    again = Tuner.restore(path, model=model, batch=BATCH)
+    assert again.session.given == once != profiled
+    again.measure.value = True
+    panel = again.measure_panel
+    assert panel is not None and not panel.back.disabled and not panel.start.disabled
+    again.show_measured(t.measured)
+    panel.calibrate()
+    assert again.session.given.blocks == once.blocks, "corrected from the profile as it was measured, not twice"
+    panel.back.click()
+    assert again.session.given == profiled and panel.back.disabled
+    assert Tuner.restore(path).session.uncalibrated is None
+    with pytest.raises(InputError, match="other parameters"):
+        Tuner.restore(path, model=nn.Linear(2, 2), batch=BATCH)
 
 
 def test_a_plan_that_changed_meanwhile_is_not_compared(model: nn.Module, profiled: Profile) -> None:

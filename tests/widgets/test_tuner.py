@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import html
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -553,3 +555,136 @@ def test_a_draft_of_a_value_that_has_gone_is_not_followed(profile: Profile, sent
         t.close_all()
 
     asyncio.run(turn())
+
+
+def test_an_observer_that_fails_in_another_cell_stops_nothing(tuner: Tuner) -> None:
+    heard: list[int] = []
+
+    def broken(change: Any) -> None:
+        raise ZeroDivisionError("in a cell of mine")
+
+    tuner.observe(broken, names="plan")
+    tuner.observe(lambda change: heard.append(len(change["new"].events)), names="trace")
+    cards, drawn = tuner._cards.value, tuner.timeline.data[1].x
+    tuner.controls.retained.value = 0
+    assert tuner.plan.retained_buckets == 0 and heard, "the observers of the other traits are told"
+    assert tuner._cards.value != cards and tuner.timeline.data[1].x is not drawn, "numbers and figures follow"
+    assert "in a cell of mine" in text(tuner) and "unobserve_all" in text(tuner) and "Traceback" in text(tuner)
+    assert "defect of the dashboard" not in text(tuner)
+    with pytest.raises(ZeroDivisionError, match="a cell of mine"):
+        tuner.plan = tuner.plan.replace(retained_buckets=9)
+    assert tuner.session.plan.retained_buckets == tuner.controls.retained.value == 9, "whole, though the cell failed"
+
+
+def test_plans_set_from_a_cell_are_entries_of_their_own(tuner: Tuner) -> None:
+    """However quickly they follow; only one knob that is dragged is one entry."""
+    start = tuner.plan
+    for n in (3, 5, 7):
+        tuner.plan = tuner.plan.replace(retained_buckets=n)
+    tuner.undo.click()
+    assert tuner.plan.retained_buckets == 5
+    tuner.undo.click()
+    tuner.undo.click()
+    assert tuner.plan == start and tuner.undo.disabled
+
+
+def test_report_trace_and_pictures_are_written_beside_the_config(tuner: Tuner, tmp_path: Path) -> None:
+    tuner.pin.click()
+    tuner.controls.retained.value = 3
+    tuner.export.value = True
+    panel = tuner.export_panel
+    assert panel is not None
+    panel.path.value = str(tmp_path / "mine.json")
+    panel.report.click()
+    page = (tmp_path / "mine-report.html").read_text()
+    assert "mine-report.html" in panel.messages.value
+    assert page.count("Plotly.newPlot") >= 2 and "modelled, gh200" in page and "beside the baseline" in page
+    head = page[: page.index("<script>")] + page[page.rindex("</script>", 0, page.index("<body>")) :]
+    assert "http" not in head.split("<body>")[0], "nothing is fetched"
+    assert "<td>3</td>" in page and "set by hand" in page, "every knob with its reason"
+    assert "superoffload train --config" in page
+    assert TunedConfig.from_json(html.unescape(page[page.rindex("<pre>") + 5 : page.rindex("</pre>")])) == tuner.config
+    panel.perfetto.click()
+    events = json.loads((tmp_path / "mine-trace.json").read_text())["traceEvents"]
+    assert sum(e["ph"] == "X" for e in events) == len(tuner.trace.events) + len(tuner.trace.stalls)
+    asked: list[Any] = []
+    panel.painter.send = lambda content, buffers=None: asked.append((content, buffers))
+    panel.svg.click()
+    assert "browser draws" in panel.messages.value
+    panel.painter._heard(None, {"kind": "here", "id": 1, "has_code": False}, [])
+    panel.painter._heard(None, {"kind": "here", "id": 1, "has_code": True}, [])  # a second page that is open
+    assert len(asked) == 2, "one page draws"
+    (_, none), (drawing, code) = asked
+    assert none is None and b"Plotly" in code[0] and drawing["format"] == "svg"
+    titles = [f["layout"].get("title", {}).get("text", "") for f in drawing["figures"]]
+    assert titles[0] == f"llama-7b: {tuner.trace.step_s * 1e3:.0f} ms per step (modelled, gh200)"
+    assert "click" not in json.dumps(drawing["figures"]), "nobody clicks on paper"
+    panel.painter._heard(None, {"kind": "drawn", "id": 1}, [b"<svg>1", b"<svg>2"])
+    assert (tmp_path / "mine-timeline.svg").read_bytes() == b"<svg>1"
+    assert (tmp_path / "mine-memory.svg").read_bytes() == b"<svg>2"
+    panel.png.click()
+    panel.painter._heard(None, {"kind": "here", "id": 2, "has_code": True}, [])
+    assert asked[-1][1] == [], "plotly's code is sent once a page"
+    panel.painter._heard(None, {"kind": "failed", "id": 2, "what": "no <canvas>"}, [])
+    assert "no &lt;canvas&gt;" in panel.messages.value and "report instead" in panel.messages.value
+
+
+def test_figures_of_the_machine_are_changed_by_hand(profile: Profile, sent: Sent, tmp_path: Path) -> None:
+    tuner = Tuner(profile, autosave=tmp_path / "session.json")
+    tuner.what_if.value = True
+    panel = tuner.machine_panel
+    assert panel is not None and panel.reset.disabled
+    step, memory = tuner.trace.step_s, tuner.trace.memory.gpu_capacity_bytes
+    assert panel.numbers["gpu_memory_gb"].value == 96
+    panel.numbers["gpu_memory_gb"].value = 40
+    assert tuner.trace.memory.gpu_capacity_bytes < memory and tuner.trace.memory.fits, "planned anew for less"
+    assert tuner.trace.hardware == tuner.machine.value == "gh200 edited"
+    assert "GPU memory 96 → 40 GB" in panel.told.value and "modelled" in panel.told.value
+    panel.numbers["adam_gb_per_s"].value = 50
+    assert tuner.trace.step_s > step
+    assert "GPU memory 96 → 40 GB" in panel.told.value and "CPU Adam" in panel.told.value
+    panel.numbers["adam_gb_per_s"].value = -1
+    assert "CPU Adam = -1" in panel.messages.value and panel.numbers["adam_gb_per_s"].value == 50
+    again = Tuner.restore(tmp_path / "session.json")
+    again.what_if.value = True
+    assert again.machine.value == "gh200 edited" and again.trace == tuner.trace
+    assert "GPU memory 96 → 40 GB" in again.machine_panel.told.value  # type: ignore[union-attr]
+    tuner.undo.click()
+    assert panel.numbers["adam_gb_per_s"].value > 100 and tuner.machine.value == "gh200 edited"
+    panel.reset.click()
+    assert tuner.machine.value == "gh200" and tuner.trace.step_s == pytest.approx(step)
+    assert panel.reset.disabled and "gh200" in panel.told.value
+    tuner.machine.value = "gb200"
+    assert panel.numbers["gpu_memory_gb"].value == preset("gb200").gpu.memory_gb
+    tuner.close_all()
+
+
+def test_layers_are_recomputed_by_mark_and_by_text(tuner: Tuner) -> None:
+    def click(block: int) -> None:
+        tuner.state._js2py_pointsCallback = {
+            "event_type": "plotly_click",
+            "points": {"trace_indexes": [4], "point_indexes": [block], "xs": [block], "ys": [-1]},
+        }
+
+    assert tuner.plan.activations == "none" and tuner.controls.recomputed.value == ""
+    activations = tuner.trace.memory.total("gpu")
+    click(3)
+    assert (tuner.plan.activations, tuner.plan.activations_by_block) == ("none", {3: "full"})
+    assert tuner.controls.recomputed.value == "3" and tuner.state.data[4].marker.symbol[3] == "circle"
+    assert tuner.trace.memory.total("gpu") < activations
+    tuner.controls.recomputed.value = "2-4"
+    assert tuner.plan.activations_by_block == dict.fromkeys((2, 3, 4), "full")
+    click(3)
+    assert tuner.controls.recomputed.value == "2, 4"
+    click(0)
+    assert "block 0" in text(tuner) and "is not recomputed" in text(tuner)
+    tuner.controls.recomputed.value = "33"
+    assert "block 33 is not recomputed" in text(tuner) and tuner.controls.recomputed.value == "2, 4"
+    tuner.controls.recomputed.value = "1-32"
+    assert (tuner.plan.activations, tuner.plan.activations_by_block) == ("full", {}), "all alike is one policy"
+    click(5)
+    assert tuner.plan.activations_of(5) == "none" and len(tuner.session.recomputed) == 31
+    tuner.controls.activations.value = "selective"
+    tuner.undo.click()
+    tuner.controls.recomputed.value = ""
+    assert (tuner.plan.activations, tuner.plan.activations_by_block) == ("none", {})
