@@ -101,18 +101,19 @@ class RunReader:
             return
         try:
             row = json.loads(line)
-            step = int(row["step"])
-        except (ValueError, TypeError, KeyError):
+            numbers = [_number(row.get(name)) for name in self._numbers]
+            step = array("q", [int(row["step"])])
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             self._unreadable += 1
             return
-        while self._steps and self._steps[-1] >= step:
+        while self._steps and self._steps[-1] >= step[0]:
             for column in (self._steps, self._verdicts, *self._numbers.values()):
                 column.pop()
-        self._steps.append(step)
+        self._steps.extend(step)
         verdict = row.get("verdict")
         self._verdicts.append(VERDICTS.index(verdict) if verdict in VERDICTS else 0)
-        for name, column in self._numbers.items():
-            column.append(_number(row.get(name)))
+        for column, number in zip(self._numbers.values(), numbers, strict=True):
+            column.append(number)
 
 
 def read_status(folder: str | os.PathLike[str]) -> Mapping[str, Any]:

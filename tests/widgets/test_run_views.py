@@ -83,6 +83,19 @@ def test_a_run_is_read_piece_by_piece(tmp_path: Path) -> None:
     assert same(view, read_run(run)), "in pieces or at once is the same"
 
 
+@pytest.mark.parametrize(
+    "line",
+    ['{"step": Infinity}', '{"step": 1' + "0" * 30 + "}", '{"step": 3, "loss": 1' + "0" * 400 + "}", "[" * 10**5],
+)
+def test_a_number_that_is_none_is_one_unreadable_line(tmp_path: Path, line: str) -> None:
+    run = write(tmp_path / "run", [row(1), row(2)], **GPU)
+    reader = RunReader(run)
+    add(run, line + "\n" + json.dumps(row(3)) + "\n")
+    view = reader.read()
+    assert view.steps == (1, 2, 3) and view.unreadable_lines == 1
+    assert reader.read().unreadable_lines == 1, "and is not read again"
+
+
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write(tmp_path / "run", [row(i) for i in range(1, 1001)])
     reader, lines = RunReader(run), []
