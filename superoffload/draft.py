@@ -26,15 +26,25 @@ KEY = "draft"
 
 def operators(profile: Profile, plan: Plan, buckets: int) -> int:
     """About how many operators a step has, with this many buckets in place of the plan's own."""
-    again = sum(
-        bool((cost := block_cost(b, p, compiled=plan.compile_blocks)).recompute_s) + 2 * bool(cost.moved)
-        for b, p in zip(profile.blocks, policies_of(profile.blocks, plan), strict=True)
-    )
-    whole = max(1, len(buckets_of(profile, plan.bucket_mb, plan.flow_blocks)))
+    profile = fitted(profile, plan)
+    cut = buckets_of(profile, plan.bucket_mb, plan.flow_blocks)
+    whole = max(1, len(cut))
     on_cpu = buckets * (1.0 - min(1.0, plan.retained_buckets / whole))
+    flow = buckets * sum(int((cut.kind == i).sum()) for i, (_, flows) in enumerate(cut.kinds) if flows) / whole
     sent = plan.accumulation if plan.accumulate_on == "cpu" else 1
-    each = 2 * len(profile.blocks) + again + 2 * len(plan.flow_blocks)
-    return round(plan.accumulation * each + sent * buckets + (2 * sent + 1) * on_cpu)
+    each = 2 * len(profile.blocks) + 2 * len(plan.flow_blocks)
+    for b, p in zip(profile.blocks, policies_of(profile.blocks, plan), strict=True):
+        cost = block_cost(b, p, compiled=plan.compile_blocks)
+        again = bool(cost.recompute_s)
+        each += again + 2 * bool(cost.moved)
+        if b.exchange:  # each pass waits for two all-to-alls, and is cut where it does
+            each += 4 * (2 + again)
+    # A bucket that flows does not go up; where it is retained, its new weights go down.
+    of_buckets = sent * buckets + (2 * sent + 1) * on_cpu + flow * (1.0 - 2.0 * on_cpu / max(1, buckets))
+    if plan.chips > 1:  # gradients are scattered and new weights gathered, as are those that have been fetched
+        of_buckets += (sent + 1) * buckets - flow
+        each += 2 * len(plan.flow_blocks)
+    return round(plan.accumulation * each + of_buckets)
 
 
 def drafted(profile: Profile, plan: Plan, above: int = DRAFT_OPERATORS) -> Plan | None:

@@ -59,6 +59,23 @@ def test_the_number_of_operators_is_known_before_they_are_written_down(
     assert operators(profile, changed, buckets) == pytest.approx(written, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data_parallel": 8, "retained_buckets": 200},
+        {"data_parallel": 4, "sequence_parallel": 2, "activations": "offload_saved"},
+        {"sequence_parallel": 8, "flow_blocks": tuple(range(1, 20)), "activations": "full", "retained_buckets": 100},
+        {"data_parallel": 2, "flow_blocks": (3, 4), "accumulation": 3, "accumulate_on": "cpu"},
+    ],
+)
+def test_the_number_of_operators_is_known_for_several_chips_too(change: dict[str, Any]) -> None:
+    profile = estimate("llama-7b", micro_batch=1, seq_len=2048, hardware="gh200-quad-x8")
+    plan = Plan(**{"bucket_mb": 64.0, "micro_batch": 1, "seq_len": 2048, **change})
+    buckets = len(graph.buckets_of(profile, plan.bucket_mb, plan.flow_blocks))
+    written = len(graph.build(profile, resolve_speculation(plan)).ops)
+    assert operators(profile, plan, buckets) == pytest.approx(written, rel=0.05)
+
+
 def test_buckets_of_a_draft_have_the_numbers_of_the_plan(profile: Profile, plan: Plan) -> None:
     changed = plan.model_copy(update={"bucket_mb": 4.0, "retained_buckets": 300})
     count = len(graph.buckets_of(profile, 4.0))
