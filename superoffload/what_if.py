@@ -31,7 +31,7 @@ def _gpu(hw: Hardware, **changes: float) -> Hardware:
 
 
 def _cpu(hw: Hardware, **changes: object) -> Hardware:
-    return hw.replace(cpu=Cpu(**{**dict(hw.cpu), **changes}))  # type: ignore[arg-type]
+    return hw.replace(cpu=Cpu(**{**dict(hw.cpu), **changes}))
 
 
 def _curve(curve: Curve, peak: float) -> Curve:

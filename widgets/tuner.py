@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as W
@@ -14,7 +12,6 @@ import traitlets
 
 from superoffload.config import ModelRef, OptimizerConfig, TrainingConfig, TunedConfig
 from superoffload.draft import DRAFT_OPERATORS
-from superoffload.draft import KEY as DRAFT
 from superoffload.errors import InputError
 from superoffload.hardware import Hardware
 from superoffload.measured_step import MeasuredStep
@@ -22,7 +19,6 @@ from superoffload.plan import Plan
 from superoffload.profiler import Profile
 from superoffload.simulator import resolve_speculation
 from superoffload.tracing import Trace
-from superoffload.units import format_bytes
 from superoffload.widgets import figures
 from superoffload.widgets import session as sessions
 from superoffload.widgets import theme as themes
@@ -35,10 +31,12 @@ from superoffload.widgets.compare_panel import ComparePanel
 from superoffload.widgets.controls import Controls
 from superoffload.widgets.drawers import Drawer, Drawers
 from superoffload.widgets.export_panel import ExportPanel
+from superoffload.widgets.foot import foot_html
 from superoffload.widgets.live import LiveFigure
 from superoffload.widgets.machine_panel import MachineMenu, MachinePanel
 from superoffload.widgets.measure_panel import MeasurePanel
 from superoffload.widgets.measured_view import overlay
+from superoffload.widgets.opening import autosave_path, check_model, dtype_of, profile_of
 from superoffload.widgets.parts import (
     Guard,
     Latest,
@@ -59,7 +57,6 @@ TIMELINE_HEIGHT, STATE_HEIGHT = 216, 216
 """Pixels: the whole panel stands on one screen of 1280 × 800."""
 OPEN_WITH_DRAFT_ABOVE = 60_000
 """Operators of a step that takes more than a second to simulate: the Tuner opens with a draft of it."""
-AUTOSAVE_FOLDER = ".superoffload"
 
 
 class Tuner(W.VBox):  # type: ignore[misc]
@@ -107,10 +104,10 @@ class Tuner(W.VBox):  # type: ignore[misc]
         if recorded is not None:
             profile, plan = recorded.profile, plan or recorded.plan
         if not isinstance(profile, Profile):
-            model, profile = profile, _profile(profile, batch)
+            model, profile = profile, profile_of(profile, batch)
         elif model is not None:
-            _check_model(model, profile)
-        session = sessions.Session(profile, plan, hardware, baseline, _autosave_path(autosave, profile),
+            check_model(model, profile)
+        session = sessions.Session(profile, plan, hardware, baseline, autosave_path(autosave, profile),
                                    draft_above=OPEN_WITH_DRAFT_ABOVE if loop_runs() else None)  # fmt: skip
         self._build(session, model, batch, model_source)
         self.recorded = recorded
@@ -136,14 +133,17 @@ class Tuner(W.VBox):  # type: ignore[misc]
         """
         session = sessions.Session.restore(path)
         if model is not None:
-            _check_model(model, session.given)
+            check_model(model, session.given)
         tuner = cls.__new__(cls)
         tuner._build(session, model, batch, model_source)
         return tuner
 
     def _build(self, session: sessions.Session, model: Any, batch: Any, source: ModelRef | str | None) -> None:
         self.session, self._model, self._batch, self._source = session, model, batch, source
-        self._optimizer, self._training = OptimizerConfig(), TrainingConfig.from_dict({"dtype": _dtype(session.given)})
+        self._optimizer, self._training = (
+            OptimizerConfig(),
+            TrainingConfig.from_dict({"dtype": dtype_of(session.given)}),
+        )
         self._syncing = False
         self.measured: Trace | None = None
         self.recorded: MeasuredStep | None = None
@@ -448,7 +448,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         lines = vm.stall_lines(s.trace) or ("No lane waits.",)
         _put(self._stalls, '<div class="so-stalls">'
              + "".join(f'<div title="{escape(x)}">{escape(x)}</div>' for x in lines) + "</div>")  # fmt: skip
-        _put(self._foot, self._foot_html())
+        _put(self._foot, foot_html(s, self.at_rest.draft_is_followed))
         self.pin.description = "Pin baseline" if s.baseline is None else "Unpin"
         self.undo.disabled, self.redo.disabled = not s.can_undo, not s.can_redo
         self.messages.state(vm.overflow_line(s.trace.memory) or (s.save_error or ""))
@@ -488,67 +488,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
                                    "been changed all the same. Mend that function, or take it off with "
                                    f"<code>unobserve_all({name!r})</code>.")  # fmt: skip
 
-    def _foot_html(self) -> str:
-        s = self.session
-        items = "".join(f"<li><b>{escape(k)}</b> {escape(v)}</li>" for k, v in s.plan.reasons.items())
-        memory = "".join(
-            f"<li><b>{escape(i.place)}</b> {escape(i.name)}: {format_bytes(i.bytes)}</li>" for i in s.trace.memory.items
-        )
-        notes = [f"Numbers are {s.trace.source} for {s.trace.hardware}."]
-        if s.is_draft:
-            later = "when the knobs rest" if self.at_rest.draft_is_followed else "when the plan is exported or pinned"
-            notes.append(f"A draft, {s.trace.context[DRAFT]}: all are simulated {later}.")
-        for key in ("retargeted", "calibrated"):
-            if key in s.profile.context:
-                told = s.profile.context[key]
-                notes.append(("" if key == "retargeted" else "Calibrated: ") + told[:1].upper() + told[1:] + ".")
-        if s.baseline is not None:
-            notes.append(f"Baseline: {s.baseline.step_s:.4g} s per step ({s.baseline.label}).")
-        if s.autosave is not None:
-            notes.append(f"Edits are saved in {s.autosave}.")
-        return (
-            f'<div class="so-foot">{escape(" ".join(notes))}'
-            f"<details><summary>Reasons of the automatic choices</summary><ul>{items}</ul></details>"
-            f"<details><summary>Memory item by item</summary><ul>{memory}</ul></details></div>"
-        )
-
 
 def _put(widget: W.HTML, value: str) -> None:
     if widget.value != value:
         widget.value = value
-
-
-def _profile(model: Any, batch: Any) -> Profile:
-    if not hasattr(model, "named_parameters"):
-        raise InputError(
-            f"Tuner got a {type(model).__name__}", expected="a Profile or a torch model with batch=",
-            remedy='For example Tuner(so.estimate("llama-7b", micro_batch=4, seq_len=2048, hardware="gh200"))',
-        )  # fmt: skip
-    if batch is None:
-        raise InputError("a model alone cannot be profiled", expected="Tuner(model, batch=batch)")
-    from superoffload.profiling import profile
-
-    return profile(model, batch)
-
-
-def _check_model(model: Any, profile: Profile) -> None:
-    from superoffload.model_source import fingerprint
-
-    if fingerprint(model) != profile.model_fingerprint:
-        raise InputError(
-            f'the profile is of "{profile.model}", and the {type(model).__name__} given as model= has other parameters',
-            remedy="Profile this model: Tuner(model, batch=batch)",
-        )
-
-
-def _dtype(profile: Profile) -> str:
-    return max(profile.blocks, key=lambda b: b.params).dtype if profile.blocks else "bfloat16"
-
-
-def _autosave_path(choice: str | os.PathLike[str] | bool, profile: Profile) -> Path | None:
-    if choice is False:
-        return None
-    if choice is True:
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{profile.model}-{profile.hardware.name}").strip("-")
-        return Path(AUTOSAVE_FOLDER) / f"{stem}.json"
-    return Path(choice)
