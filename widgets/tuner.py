@@ -31,10 +31,12 @@ from superoffload.widgets.compare_panel import ComparePanel
 from superoffload.widgets.controls import Controls
 from superoffload.widgets.drawers import Drawer, Drawers
 from superoffload.widgets.export_panel import ExportPanel
+from superoffload.widgets.foot import foot_html
 from superoffload.widgets.live import LiveFigure
 from superoffload.widgets.machine_panel import MachineMenu, MachinePanel
 from superoffload.widgets.measure_panel import MeasurePanel
 from superoffload.widgets.measured_view import overlay
+from superoffload.widgets.opening import autosave_path, check_model, dtype_of, profile_of
 from superoffload.widgets.parts import (
     Guard,
     Latest,
@@ -47,7 +49,6 @@ from superoffload.widgets.parts import (
     style_sheet,
 )
 from superoffload.widgets.report import Shown
-from superoffload.widgets.subject import autosave_path, check_model, dtype, foot_html, profile_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -139,7 +140,10 @@ class Tuner(W.VBox):  # type: ignore[misc]
 
     def _build(self, session: sessions.Session, model: Any, batch: Any, source: ModelRef | str | None) -> None:
         self.session, self._model, self._batch, self._source = session, model, batch, source
-        self._optimizer, self._training = OptimizerConfig(), TrainingConfig.from_dict({"dtype": dtype(session.given)})
+        self._optimizer, self._training = (
+            OptimizerConfig(),
+            TrainingConfig.from_dict({"dtype": dtype_of(session.given)}),
+        )
         self._syncing = False
         self.measured: Trace | None = None
         self.recorded: MeasuredStep | None = None
@@ -444,7 +448,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         lines = vm.stall_lines(s.trace) or ("No lane waits.",)
         _put(self._stalls, '<div class="so-stalls">'
              + "".join(f'<div title="{escape(x)}">{escape(x)}</div>' for x in lines) + "</div>")  # fmt: skip
-        _put(self._foot, foot_html(self.session, self.at_rest.draft_is_followed))
+        _put(self._foot, foot_html(s, self.at_rest.draft_is_followed))
         self.pin.description = "Pin baseline" if s.baseline is None else "Unpin"
         self.undo.disabled, self.redo.disabled = not s.can_undo, not s.can_redo
         self.messages.state(vm.overflow_line(s.trace.memory) or (s.save_error or ""))

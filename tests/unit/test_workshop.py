@@ -222,7 +222,7 @@ def test_a_wrong_answer_gets_a_hint_and_not_the_answer() -> None:
 
 def test_unknown_lessons_and_too_many_answers_are_refused() -> None:
     with pytest.raises(InputError, match="no exercises"):
-        check("01", [])
+        check("11", [])
     with pytest.raises(InputError, match="4 answers"):
         check("06", [1, 2, 3, 4])
 

@@ -126,3 +126,17 @@ def test_same_compares_arrays_by_value_and_type() -> None:
     assert same({"x": np.array([1.0])}, {"x": np.array([1.0])})
     assert not same(np.array([1.0], np.float32), np.array([1.0], np.float64))
     assert not same(np.array([1.0]), [1.0])
+
+
+@pytest.mark.parametrize(("dress", "background"), [(theme.LIGHT, "#FFFFFF"), (theme.DARK, "#111111")])
+def test_text_of_figures_has_the_contrast_of_aa(dress: theme.Theme, background: str) -> None:
+    """On JupyterLab's own backgrounds; axe does not look into drawings."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    for ink in (dress.text, dress.muted, dress.warn):
+        dark, light = sorted((luminance(ink), luminance(background)))
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, ink
