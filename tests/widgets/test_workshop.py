@@ -55,7 +55,7 @@ def test_reports_escape_what_they_show(lesson: ws.Lesson) -> None:
 
 
 def test_answers_are_counted(lesson: ws.Lesson) -> None:
-    assert repr(lesson.check(27.0, 40.0, ("fused", "fused"))).endswith("2 of 3 right")
+    assert repr(lesson.check(27.0, 39.0, ("fused", "fused"))).endswith("2 of 3 right")
 
 
 def test_making_a_lesson_anew_empties_its_folder_and_no_other(lesson: ws.Lesson) -> None:
