@@ -26,10 +26,8 @@ def test_a_profile_is_drawn_without_a_network(new_page: Callable[..., Any]) -> N
         "profile.ipynb", [STEP, "run = so.to_tensorboard(step, launch=False)\nrun.summary", "plot_profile(run.file)"]
     )
     page.page.wait_for_selector(".js-plotly-plot .bars .point path", timeout=60_000, state="attached")
-    # Outputs far from what is seen are not in the page: up to the table first, then down to the figure.
-    page.page.evaluate("document.querySelector('.jp-CodeCell').scrollIntoView({block: 'start'})")
-    page.until_text(".jp-Notebook", "(measured), no GPU")
-    page.until_text(".jp-Notebook", "aten::linear")
+    text = page.text(".jp-Notebook")
+    assert "aten::" in text and "(measured), no GPU" in text  # which operators are the dearest depends on the load
     page.page.evaluate("document.querySelector('.js-plotly-plot').scrollIntoView({block: 'end'})")
     page.page.wait_for_timeout(500)
     page.shot("profile")
