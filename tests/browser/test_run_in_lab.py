@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from superoffload.run_control import is_going_on
+from tests.train.tiny_model import save_tiny_model
 
 RUN = ".so-run"
 MESSAGE = ".so-run .so-msg"
@@ -21,23 +22,11 @@ MESSAGE = ".so-run .so-msg"
 @pytest.fixture(scope="module")
 def tuned(lab: Any) -> Iterator[Path]:
     """In the notebooks' folder: a tiny model, a text, and a config whose clipped steps are speculated on."""
-    import tokenizers
-    import torch
-    import transformers
-
     from superoffload import model_source
     from superoffload.config import HardwareRef, OptimizerConfig, TrainingConfig, TunedConfig
     from superoffload.plan import Plan
 
-    folder = lab.root / "tiny"
-    shape = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-                                     vocab_size=300, tie_word_embeddings=True)  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        transformers.LlamaForCausalLM(shape).save_pretrained(folder)
-    characters = {chr(32 + i): i for i in range(96)} | {"<unk>": 96}
-    letters = tokenizers.Tokenizer(tokenizers.models.BPE(characters, [], unk_token="<unk>"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="<unk>").save_pretrained(folder)
+    folder = save_tiny_model(lab.root / "tiny")
     (lab.root / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     model, _ = model_source.load(str(folder), "float32")
     TunedConfig(

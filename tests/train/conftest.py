@@ -6,23 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.tiny_model import save_tiny_model
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer Llama with random weights and a tokenizer of single characters, in one folder."""
-    import tokenizers
-    import torch
-    import transformers
-
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=300,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    characters = {chr(32 + i): i for i in range(96)} | {"<unk>": 96}
-    letters = tokenizers.Tokenizer(tokenizers.models.BPE(characters, [], unk_token="<unk>"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="<unk>").save_pretrained(folder)
-    return folder
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama")
