@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,6 +39,23 @@ KEEP_STEPS = 8
 """Steps that are kept; older marks are dropped, so that recording does not grow."""
 
 
+class _Span(NamedTuple):
+    """Two marks of the engine, not yet turned into seconds."""
+
+    step: int
+    lane: Lane
+    kind: Kind
+    start: Any
+    end: Any
+    block: int = -1
+    bucket: int = -1
+    nbytes: int = 0
+    name: str = ""
+    launched_s: float = float("-inf")
+    """Host time by which all of its work had been launched. Known of spans that the GPU may not have filled: it did
+    where it came to their begin no earlier."""
+
+
 class Recorder:
     """Collects marks of the last steps; `events` converts them."""
 
@@ -46,11 +63,12 @@ class Recorder:
         self.on = on
         self._device = device
         self._step = 0
-        self._spans: list[tuple[int, Lane, Kind, Any, Any, int, int, int]] = []
+        self._spans: list[_Span] = []
         self._bounds: list[Any] = []
         self._handles: list[Any] = []
         self._worker_spans: list[tuple[int, int, int, int, int]] = []
         self._backward: tuple[int, Any] | None = None
+        self._forward_end: Any = None
         self._entered: dict[int, Any] = {}
         self._recomputed: dict[int, tuple[Any, Any]] = {}
         self._collections: deque[tuple[float, float]] = deque(maxlen=64)
@@ -73,7 +91,7 @@ class Recorder:
         self, lane: Lane, kind: Kind, start: Any, end: Any, *, block: int = -1, bucket: int = -1, nbytes: int = 0
     ) -> None:
         if self.on:
-            self._spans.append((self._step, lane, kind, start, end, block, bucket, nbytes))
+            self._spans.append(_Span(self._step, lane, kind, start, end, block, bucket, nbytes))
 
     def keep(self, worker_spans: Iterable[tuple[int, int, int, int, int]], sequence: int) -> None:
         """Add (kind, bucket, sequence, begin, end) in nanoseconds from the native worker, `sequence` being the last
@@ -107,6 +125,8 @@ class Recorder:
     def _enter(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
             self._entered[index] = self.mark(self._device)
+            if torch._C._current_graph_task_id() == -1:
+                self._backward = None  # left over by one that an exception ended
 
         return hook
 
@@ -120,6 +140,7 @@ class Recorder:
                 self.add("gpu", "recompute", start, end, block=index)
                 return
             self.add("gpu", "forward", start, end, block=index)
+            self._forward_end = end
             tensor = next(tensors_in(output), None)
             if tensor is not None and tensor.requires_grad:
                 tensor.register_hook(lambda grad: self._begin_backward(index))
@@ -128,8 +149,19 @@ class Recorder:
 
     def _begin_backward(self, index: int) -> None:
         now = self.mark(self._device)
+        if self._backward is None:
+            self._turn(now)
+            # The last block's backward ends with the pass: no other block's begins, and the next forward is another's.
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._end_backward(now)
         self._backward = (index, now)
+
+    def _turn(self, now: Any) -> None:
+        """Between the last block's forward and its backward lie the loss and whatever else the model does there."""
+        start, self._forward_end = self._forward_end, None
+        if start is not None:
+            launched_s = time.perf_counter() if self._device.is_cuda else float("-inf")
+            self._spans.append(_Span(self._step, "gpu", "forward", start, now, name="loss", launched_s=launched_s))
 
     def _end_backward(self, now: Any) -> None:
         if self._backward is None:
@@ -148,15 +180,15 @@ class Recorder:
         if len(self._bounds) > KEEP_STEPS + 1:
             self._bounds.pop(0)
         oldest = self._step - KEEP_STEPS
-        if self._spans and self._spans[0][0] < oldest:
-            self._spans = [s for s in self._spans if s[0] >= oldest]
+        if self._spans and self._spans[0].step < oldest:
+            self._spans = [s for s in self._spans if s.step >= oldest]
 
     def start_over(self) -> None:
         """Forget how long the steps so far took: the next one begins where the last has ended."""
         del self._bounds[:-1]
 
     def end_backward(self) -> None:
-        """The last block's backward has no successor to end it: `step()` does."""
+        """A backward pass is over. `step()` says so too, of one that nobody else has ended."""
         if self.on:
             self._end_backward(self.mark(self._device))
 
@@ -182,18 +214,20 @@ class Recorder:
         begin, end = seconds(self._bounds[-2]), seconds(self._bounds[-1])
         found: list[TraceEvent] = []
 
-        def keep(lane: Lane, kind: Kind, start: float, stop: float, block: int, bucket: int, nbytes: int) -> None:
+        def keep(
+            lane: Lane, kind: Kind, start: float, stop: float, block: int, bucket: int, nbytes: int, name: str = ""
+        ) -> None:
             start, stop = max(start, begin), min(stop, end)
             if stop > start:
                 what = f"bucket {bucket}" if bucket >= 0 else f"block {block}" if block >= 0 else ""
-                name = f"{kind.replace('_', ' ')} {what}".strip()
+                name = name or f"{kind.replace('_', ' ')} {what}".strip()
                 found.append(
                     TraceEvent(lane, kind, name, start - begin, stop - start, nbytes, block, bucket, self._step)
                 )
 
-        for step, lane, kind, a, b, block, bucket, nbytes in self._spans:
-            if step >= self._step - 2:
-                keep(lane, kind, seconds(a), seconds(b), block, bucket, nbytes)
+        for s in self._spans:
+            if s.step >= self._step - 2 and (start := seconds(s.start)) >= s.launched_s:
+                keep(s.lane, s.kind, start, seconds(s.end), s.block, s.bucket, s.nbytes, s.name)
         for code, bucket, _, t0, t1 in self._worker_spans:
             lane, kind = _WORKER_KINDS[code]
             keep(lane, kind, t0 / 1e9, t1 / 1e9, -1, bucket, 0)

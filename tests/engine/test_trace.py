@@ -1,6 +1,7 @@
 """What a measured trace shows of speculation, and what it costs when nobody asks."""
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -65,6 +66,40 @@ def test_a_clipped_step_shows_what_was_undone(norms):
     assert [r.verdict for r in ledger] == ["clip"] * 4
     assert all(r.undone and r.undo_s > 0 for r in ledger[1:])
     assert {e.lane for e in trace.events if e.kind == "undo"} == {"cpu_adam"}
+
+
+def test_the_spans_of_each_micro_batch_end_where_its_work_does():
+    """The first block's backward with its pass, not with the next backward; the loss is a span of its own."""
+    model = llama(torch.bfloat16)
+    with OffloadAdamW(model, gradient_accumulation_steps=3, record_trace=True) as opt:
+        for _ in range(2):
+            for x in batches(3):
+                model(input_ids=x, labels=x).loss.backward()
+            opt.step()
+            opt.zero_grad()
+        gpu = [e for e in opt.trace().events if e.lane == "gpu" and e.kind in ("forward", "backward")]
+    last = max(e.block for e in gpu)
+    of_one = (
+        [f"forward block {i}" for i in range(last + 1)]
+        + ["loss"]
+        + [f"backward block {last - i}" for i in range(last + 1)]
+    )
+    assert [e.name for e in sorted(gpu, key=lambda e: e.start_s)] == of_one * 3
+    assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(sorted(gpu, key=lambda e: e.start_s)))
+
+
+def test_a_backward_that_fails_leaves_no_span_open():
+    model = llama(torch.bfloat16)
+    with OffloadAdamW(model, record_trace=True) as opt:
+        handle = model.model.layers[0].mlp.up_proj.weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(input_ids=DATA[0], labels=DATA[0]).loss.backward()
+        handle.remove()
+        opt.zero_grad()
+        train(opt, model, [1.0] * 3)
+        gpu = [e for e in opt.trace().events if e.lane == "gpu"]
+    assert len([e for e in gpu if e.kind == "backward"]) == len({e.block for e in gpu if e.kind == "backward"})
+    assert [e.name for e in gpu].count("loss") == 1
 
 
 def test_a_garbage_collection_is_named():
