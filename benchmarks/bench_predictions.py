@@ -39,6 +39,7 @@ from superoffload.calibration import calibrate
 from superoffload.errors import SuperOffloadError
 from superoffload.graph import buckets_of
 from superoffload.hardware import Hardware, probe
+from superoffload.host_load import KEY
 from superoffload.measuring import measure_steps
 from superoffload.memory import CUDA_CONTEXT_BYTES, ledger
 from superoffload.model import ModelSpec
@@ -105,12 +106,14 @@ def run_shape(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
     for micro_batch, seq_len in SIZES[args.device][shape]:
         ids = torch.randint(0, SHAPES[shape].vocab, (micro_batch, seq_len))
         begin = time.perf_counter()
-        profile = profile_model(model, ids, hardware=hw, name=shape)
+        profile = profile_model(model, ids, hardware=hw, name=shape, compile_blocks=args.compile)
         print(f"{shape}: profiled in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
         if args.profiles:
             profile.save(Path(args.profiles) / f"profile_{shape}_{micro_batch}x{seq_len}.json")
         corrected: Profile | None = None
-        for number, fields in enumerate(GRIDS[args.device]):
+        rows = GRIDS[args.device]
+        for number in map(int, args.only.split(",")) if args.only else range(len(rows)):
+            fields = rows[number]
             row, trace = _row(args, model, ids, profile, corrected, fields)
             if trace is not None and args.traces:
                 with zipfile.ZipFile(args.traces, "a", compression=zipfile.ZIP_DEFLATED) as archive:
@@ -180,6 +183,7 @@ def _row(
         "off": round(predicted.step_s / trace.step_s - 1, 4), "took_s": round(time.perf_counter() - begin, 1),
     }  # fmt: skip
     row["busy_s"] = {lane: [round(t.busy_s(lane, t.step_s), 5) for t in (trace, predicted)] for lane in LANES[:4]}
+    row["beside"] = trace.context.get(KEY, "")
     row["stalls"] = [s.cause for s in sorted(trace.stalls, key=lambda s: -s.duration_s)[:3]]
     if corrected is not None:
         row["calibrated_off"] = round(simulate(corrected, plan).step_s / trace.step_s - 1, 4)
@@ -229,7 +233,7 @@ def _child(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
     command = [sys.executable, __file__, "--child", "--shapes", shape, "--device", args.device,
                "--hardware", args.hardware, "--steps", str(args.steps), "--profiles", args.profiles,
                "--traces", args.traces]  # fmt: skip
-    command += ["--calibrate"] if args.calibrate else []
+    command += ["--calibrate"] * args.calibrate + ["--compile"] * args.compile + ["--only", args.only]
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
@@ -247,6 +251,8 @@ def main() -> None:
     parser.add_argument("--hardware", default="", help="a file of superoffload probe; omitted: this machine is probed")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--calibrate", action="store_true", help="also predict from a profile that row 1 has corrected")
+    parser.add_argument("--only", default="", help="numbers of rows of the grid, in the order in which to run them")
+    parser.add_argument("--compile", action="store_true", help="the profiles measure compiled layers too")
     parser.add_argument("--profiles", default="", help="folder for the profiles")
     parser.add_argument("--traces", default="", help="a .zip for the measured steps")
     parser.add_argument("--replay", default="", help="a file of results to predict again; nothing is run")

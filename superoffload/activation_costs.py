@@ -87,8 +87,10 @@ def block_cost(block: BlockProfile, policy: Activations, *, compiled: bool = Fal
     forward_s, _ = block_seconds(block, compiled=compiled)
     if block.kind != "layer" or policy == "none":
         return ActivationCost(everything, 0, 0, 0.0)
+    # A compiled layer is one program, which is repeated whole.
+    again_s = forward_s if compiled or block.full_recompute_s is None else block.full_recompute_s
     if policy == "full":
-        return ActivationCost(entry, everything - entry, 0, forward_s)
+        return ActivationCost(entry, everything - entry, 0, again_s)
     if policy == "selective":
         if block.selective_bytes is None or block.selective_recompute_s is None:
             raise InputError(
@@ -102,7 +104,7 @@ def block_cost(block: BlockProfile, policy: Activations, *, compiled: bool = Fal
     if moved < OFFLOAD_MIN_BYTES:
         return block_cost(block, "full" if policy == "offload_inputs" else "none", compiled=compiled)
     if policy == "offload_inputs":
-        return ActivationCost(0, everything - entry, entry, forward_s)
+        return ActivationCost(0, everything - entry, entry, again_s)
     return ActivationCost(0, 0, everything, 0.0)
 
 

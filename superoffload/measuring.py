@@ -15,7 +15,9 @@ from superoffload.config import TunedConfig, headline
 from superoffload.engine import OffloadAdamW
 from superoffload.engine.optimizer import optimizer_of
 from superoffload.errors import InputError, SuperOffloadError
-from superoffload.model_source import fingerprint, load
+from superoffload.host_load import KEY, HostWatch
+from superoffload.model_source import fingerprint
+from superoffload.model_source import load as load_model
 from superoffload.plan import Plan
 from superoffload.profile_scaling import rescale
 from superoffload.profiler import Profile
@@ -89,9 +91,11 @@ def measure_steps(
             plan=resolve_speculation(plan),  # `auto` would wait for the first steps, and what is predicted does not
             record_trace=True,
         )
+        watch = HostWatch()
         try:
             for step in range(WARMUP_STEPS + steps):
                 if step == WARMUP_STEPS:
+                    watch = HostWatch()
                     opt.engine.recorder.start_over()
                 for k in range(plan.accumulation):
                     if stop is not None and stop.is_set():
@@ -103,6 +107,7 @@ def measure_steps(
                 if progress is not None:
                     progress(step + 1)
             opt.synchronize()
+            load = watch.load()
             trace = opt.trace(
                 tokens_per_step=profile.tokens * plan.accumulation,
                 model_flops_per_step=profile.model_flops * plan.accumulation,
@@ -111,7 +116,10 @@ def measure_steps(
             )
         finally:
             opt.close()
-    return trace.replace(model=profile.model, plan=plan)
+    if load is None:
+        return trace.replace(model=profile.model, plan=plan)
+    load.warn("a step")
+    return trace.replace(model=profile.model, plan=plan, context={**trace.context, KEY: str(load)})
 
 
 def measure_best(
@@ -143,7 +151,7 @@ def measure_best(
         return result
     config = TunedConfig.create(result.profile, best[0].plan)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, words = load(config.model, config.training.dtype, device)
+    model, words = load_model(config.model, config.training.dtype, device)
     config.check_model(fingerprint(model), config.model.source)
     found = []
     for trial in best:

@@ -67,6 +67,7 @@ def rescale(
                     )
                 },
                 "selective_recompute_s": _times(x.selective_recompute_s, f),
+                "full_recompute_s": _times(x.full_recompute_s, f),
                 "compiled_forward_s": _times(x.compiled_forward_s, f),
                 "compiled_backward_s": _times(x.compiled_backward_s, f),
             }
@@ -87,8 +88,8 @@ def corrected_blocks(blocks: Sequence[BlockProfile], factors: Mapping[str, float
     """Blocks with their times multiplied.
 
     Args:
-        factors: `head` for both times of the head; of layers `forward`, with the selective recomputation, and
-            `backward`, and `compiled_forward` and `compiled_backward`: eager and compiled layers are different
+        factors: `head` for both times of the head; of layers `forward`, with what is recomputed of it, and `backward`,
+            and `compiled_forward` and `compiled_backward`: eager and compiled layers are different
             programs.
     """
 
@@ -105,8 +106,9 @@ def corrected_blocks(blocks: Sequence[BlockProfile], factors: Mapping[str, float
             return times(block, forward_s="head", backward_s="head")
         if block.kind != "layer":
             return block
-        return times(block, forward_s="forward", selective_recompute_s="forward", backward_s="backward",
-                     compiled_forward_s="compiled_forward", compiled_backward_s="compiled_backward")  # fmt: skip
+        return times(block, forward_s="forward", selective_recompute_s="forward", full_recompute_s="forward",
+                     backward_s="backward", compiled_forward_s="compiled_forward",
+                     compiled_backward_s="compiled_backward")  # fmt: skip
 
     return tuple(map(one, blocks))
 
@@ -138,6 +140,7 @@ def retarget(profile: Profile, hardware: str | Hardware) -> Profile:
                 "forward_s": b.forward_s * f,
                 "backward_s": b.backward_s * f,
                 "selective_recompute_s": _times(b.selective_recompute_s, f),
+                "full_recompute_s": _times(b.full_recompute_s, f),
                 "compiled_forward_s": _times(b.compiled_forward_s, f),
                 "compiled_backward_s": _times(b.compiled_backward_s, f),
             }

@@ -1,13 +1,10 @@
 """Profiles: seconds and bytes per block, measured on this machine or estimated from the model's shape.
 
 The estimate counts, for each block, the FLOPs of its weight products and of causal attention and the bytes that eager
-PyTorch moves for everything else (norms, rotary positions, activation function, residuals, loss). Five constants turn
-these into seconds. They were fitted to the H200 figures below (bf16, eager, sdpa), which they meet within 2.5 %:
+PyTorch moves for everything else (norms, rotary positions, activation function, residuals, loss). Seven constants turn
+these into seconds; docs/cost_model.md says to which figures of an H200 they were fitted, and how well they meet them.
 
-    3.14B model, 8,192 tokens, full recompute: 0.466 s      3.14B, 32,768 tokens, full recompute: 1.784 s
-    3.14B model, 8,192 tokens, no recompute:   0.370 s      Llama-3-8B, 1 x 8,192, full recompute: 1.062 s
-
-A sixth serves layers that are compiled (`Plan.compile_blocks`), see `COMPILED_TRAFFIC`.
+One more serves layers that are compiled (`Plan.compile_blocks`), see `COMPILED_TRAFFIC`.
 """
 
 from __future__ import annotations
@@ -87,6 +84,9 @@ class BlockProfile(Record):
     """Bytes kept for backward under `activations = selective`, input included; None where nobody has looked."""
     selective_recompute_s: float | None = Field(default=None, ge=0)
     """Seconds of what it computes again."""
+    full_recompute_s: float | None = Field(default=None, ge=0)
+    """Seconds of what is computed again where everything is: the forward up to the last result that backward needs,
+    which is not the last of all. None where nobody has looked; the whole forward is taken then."""
 
     compiled_forward_s: float | None = Field(default=None, ge=0)
     """Seconds of one micro-batch's forward under `compile_blocks`, the compiler's own time not included; None where

@@ -13,7 +13,7 @@ import contextlib
 import platform
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from superoffload.engine.blocks import Block, find_blocks
 from superoffload.engine.chunked_head import ChunkedHead, find_head
 from superoffload.errors import DoesNotFit, InputError, NotSupported
 from superoffload.hardware import Hardware
+from superoffload.host_load import KEY, HostWatch
 from superoffload.loss_costs import CHUNK_LOGIT_BYTES
 from superoffload.model import from_transformers
 from superoffload.model_source import fingerprint, load, reference
@@ -38,7 +39,7 @@ from superoffload.profiling_counts import (
     Counts,
     Marks,
     Phase,
-    SelectiveCounts,
+    RecomputeCounts,
 )
 from superoffload.profiling_state import Clock, untouched
 from superoffload.units import format_bytes
@@ -94,14 +95,15 @@ def profile(
         from superoffload.hardware import probe
 
         hardware = probe()
-    runner = _Runner(model, parts, args, kwargs, device)
+    runner, watch = _Runner(model, parts, args, kwargs, device), HostWatch()
     try:
         with untouched(model, device):
-            runner.timed()  # warm-up: allocations, library handles, autotuning
+            runner.passes(1)  # warm-up: allocations, library handles, autotuning
             counted = runner.counted()
             chunked = runner.chunked(micro_batch * seq_len)
-            passes = [runner.timed() for _ in range(repeats)]
-            selective = runner.selective(repeats)
+            passes = runner.passes(repeats)
+            selective = runner.recomputed("selective", repeats)
+            full = runner.recomputed("full", (repeats + 1) // 2)
             compiled = runner.compiled(repeats) if compile_blocks else CompiledCounts()
     except torch.OutOfMemoryError:
         if device.type == "cuda":
@@ -110,7 +112,9 @@ def profile(
             f"{micro_batch} x {seq_len} tokens do not fit on {device} when every activation is kept",
             remedy="Profile with a smaller micro-batch or shorter sequences, or use so.estimate()",
         ) from None
-    seconds = _medians(passes)
+    seconds, load = _medians(passes), watch.load()
+    if load is not None:
+        load.warn("the profile")
     first_dtype = next(p.dtype for b in parts for _, p in b.parameters)
     profiles = tuple(
         BlockProfile(
@@ -126,6 +130,7 @@ def profile(
             working_bytes=counted.working_bytes[i],
             selective_bytes=selective.bytes(counted.input_bytes, i),
             selective_recompute_s=selective.seconds.get(i),
+            full_recompute_s=full.seconds.get(i),
             **chunked.get(i, {}),
             **(compiled.fields(i) if b.kind == "layer" else {}),
         )
@@ -142,12 +147,13 @@ def profile(
         hardware=hardware,
         buffers_bytes=_resident_bytes(model),
         context={
-            "method": f"median of {repeats} passes after a warm-up, marks at block boundaries",
+            "method": f"median of {repeats} passes one after another after a warm-up, marks at block boundaries",
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU",
             "torch": torch.__version__,
             "threads": str(torch.get_num_threads()),
             "autocast": str(torch.is_autocast_enabled(device.type)),
             "kept": format_bytes(sum(counted.kept_bytes)),
+            **({KEY: str(load)} if load is not None else {}),
             **({"selective": selective.failure} if selective.failure else {}),
             **({"compiled": "layers, by torch.compile (inductor)"} if compile_blocks else {}),
         },
@@ -202,12 +208,21 @@ class _Runner:
         self.model, self.blocks, self.args, self.kwargs = model, blocks, args, kwargs
         self.device = device
 
-    def timed(self) -> dict[tuple[Phase, int], float]:
-        """One pass: seconds by phase and block."""
-        marks = Marks(Clock(self.device))
-        with self._hooked(marks):
-            end = self._pass(marks)
-        return marks.seconds(end, len(self.blocks))
+    def passes(self, count: int) -> list[dict[tuple[Phase, int], float]]:
+        """Passes one after another, as in training: seconds by phase and block of each.
+
+        The host is not waited for between them. On a GPU that is at rest when a pass begins, the first block would take
+        as long as the host takes to come to it; one pass more is run there first, which nobody counts. The clocks of a
+        GPU that works without a pause are those of training, too.
+        """
+        clock = Clock(self.device)
+        done: list[tuple[Marks, Any]] = []
+        for _ in range(count + clock.cuda):
+            marks = Marks(clock)
+            with self._hooked(marks):
+                done.append((marks, self._pass(marks)))
+        clock.synchronize()
+        return [marks.seconds(end, len(self.blocks)) for marks, end in done[-count:]]
 
     def counted(self) -> Counts:
         """One untimed pass that counts FLOPs, kept tensors and transients."""
@@ -248,10 +263,11 @@ class _Runner:
             "chunked_working_bytes": max(0, counted.working_bytes[block] - chunk),
         }}  # fmt: skip
 
-    def selective(self, repeats: int) -> SelectiveCounts:
-        """Passes with every layer's policy `selective`: the first finds out how far recompute goes, the others are
-        timed (the median counts), and the last one's kept results are counted."""
-        found, clock = SelectiveCounts(), Clock(self.device)
+    def recomputed(self, policy: Literal["selective", "full"], repeats: int) -> RecomputeCounts:
+        """Passes with every layer's policy `policy`, timed (the median counts), after one that finds out how far
+        recompute goes, where that is to be found out; the last one's kept results are counted."""
+        found, clock = RecomputeCounts(), Clock(self.device)
+        ahead = int(policy == "selective" or clock.cuda)
         spans: list[dict[int, list[Any]]] = []
         results: dict[int, list[Any]] = {}
 
@@ -262,15 +278,16 @@ class _Runner:
             results.setdefault(block, []).append(result)
 
         applied = AppliedPolicies(
-            self.model, self.blocks, ["selective"] * len(self.blocks), recomputes=recomputes, kept=keep
+            self.model, self.blocks, [policy] * len(self.blocks), recomputes=recomputes, kept=keep
         )
         try:
-            for _ in range(repeats + 1):
+            for _ in range(repeats + ahead):
                 results.clear()
                 spans.append({})
                 marks = Marks(clock)
                 with self._hooked(marks):
                     self._pass(marks)
+            clock.synchronize()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as e:  # a layer that writes its kept results in place, or does not repeat itself
@@ -278,7 +295,7 @@ class _Runner:
             return found
         finally:
             applied.remove()
-        found.add(results, [{b: clock.seconds(*s) for b, s in one.items() if len(s) == 2} for one in spans[1:]])
+        found.add(results, [{b: clock.seconds(*s) for b, s in one.items() if len(s) == 2} for one in spans[ahead:]])
         return found
 
     def compiled(self, repeats: int) -> CompiledCounts:
@@ -289,8 +306,7 @@ class _Runner:
 
         applied = AppliedPolicies(self.model, self.blocks, ["none"] * len(self.blocks), compiler=LayerCompiler())
         try:
-            for _ in range(2):
-                self.timed()
+            self.passes(2)
             counter = Counter(self.model, len(self.blocks), self.device)
             keep = torch.compiler.disable(counter.keep)  # called from within the layer where it breaks the graph
             with self._hooked(counter):
@@ -298,16 +314,14 @@ class _Runner:
                     loss = self._forward(counter)
                 self._backward(counter, loss)
                 counter.close()
-            return CompiledCounts(counter.kept_bytes, _medians([self.timed() for _ in range(repeats)]))
+            return CompiledCounts(counter.kept_bytes, _medians(self.passes(repeats)))
         finally:
             applied.remove()
 
     def _pass(self, marks: Marks) -> Any:
         loss = self._forward(marks)
         self._backward(marks, loss)
-        end = marks.clock.now()
-        marks.clock.synchronize()
-        return end
+        return marks.clock.now()
 
     def _forward(self, marks: Marks) -> Tensor:
         marks.to(0)

@@ -33,8 +33,8 @@ class Counts:
 
 
 @dataclass
-class SelectiveCounts:
-    """What the layers keep and repeat under the policy `selective`; empty where that failed."""
+class RecomputeCounts:
+    """What the layers keep and repeat under the policy `selective` or `full`; empty where that failed."""
 
     kept: dict[int, int] = field(default_factory=dict)
     """Bytes of the results that each layer keeps."""
