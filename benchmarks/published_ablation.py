@@ -67,6 +67,9 @@ class Ablation:
     """As in the authors' scripts."""
     activations: str = "full"
     """The authors' cluster script recomputes."""
+    stops_early: bool = False
+    """Recompute ends with the last result that backward needs, as this engine's does; Megatron's repeats the whole
+    forward of a layer."""
     casts: tuple[str, str] = BASELINE_CASTS
     """(cast_down, cast_up) of the baseline."""
     retained_share: float | None = round(1 - CPU_SHARE.value, 6)
@@ -135,7 +138,10 @@ def _machine(a: Ablation) -> Hardware:
 
 
 def _profile(a: Ablation, hardware: Hardware) -> Profile:
-    return estimate(a.model, micro_batch=a.micro_batch, seq_len=a.seq_len, hardware=hardware, dtype=a.dtype)
+    profile = estimate(a.model, micro_batch=a.micro_batch, seq_len=a.seq_len, hardware=hardware, dtype=a.dtype)
+    if a.stops_early:
+        return profile
+    return profile.replace(blocks=tuple(b.model_copy(update={"full_recompute_s": None}) for b in profile.blocks))
 
 
 def blocking_seconds(profile: Profile, plan: Plan) -> float:
@@ -189,6 +195,7 @@ def ablation_variants() -> list[Ablation]:
         {"hardware": "gh200-datasheet"},
         {"hardware": "gh200-quad"},
         {"activations": "none"},
+        {"stops_early": True},
         {"casts": ("cpu", "cpu")},
         {"casts": ("fused", "cpu")},
         {"retained_share": None},

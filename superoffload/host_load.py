@@ -16,8 +16,8 @@ from pathlib import Path
 from superoffload.doctor import usable_cores
 
 STAT = Path("/proc/stat")
-KEY = "beside"
-"""Where the context of a profile or trace says what else the machine did."""
+KEY, DISTURBED = "beside", "disturbed"
+"""Where the context of a profile or trace says what else the machine did, and, if that was much, what it means."""
 MUCH = 0.1
 """Share of the cores from which a measurement is not to be trusted: two cores' worth of Adam slows down by as much."""
 
@@ -45,18 +45,17 @@ class HostLoad:
         taken = f", the hypervisor took {self.stolen:.1f}" if self.stolen >= 0.05 else ""
         return f"other processes kept {self.others:.1f} of {self.cores} cores busy{taken}"
 
-    def warn(self, what: str) -> None:
-        """Warn if that was much.
+    def noted(self, what: str) -> dict[str, str]:
+        """For the context of what was measured meanwhile. Warns if that was much.
 
         Args:
-            what: was measured meanwhile.
+            what: was measured.
         """
-        if self.much:
-            warnings.warn(
-                f"{what} was measured while {self}: its times are too long. Measure again when nothing else runs.",
-                BusyMachine,
-                stacklevel=3,
-            )
+        if not self.much:
+            return {KEY: str(self)}
+        told = f"{what} was measured while {self}: its times are too long. Measure again when nothing else runs"
+        warnings.warn(told, BusyMachine, stacklevel=3)
+        return {KEY: str(self), DISTURBED: told}
 
 
 class HostWatch:
@@ -65,6 +64,11 @@ class HostWatch:
     def __init__(self) -> None:
         self._begin = _ticks()
         self._own_s, self._wall_s = time.process_time(), time.perf_counter()
+
+    def noted(self, what: str) -> dict[str, str]:
+        """For the context of `what` was measured since the beginning; empty where the system does not say."""
+        load = self.load()
+        return {} if load is None else load.noted(what)
 
     def load(self) -> HostLoad | None:
         """Since the beginning; None where the system does not say, or nothing has passed."""

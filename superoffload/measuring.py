@@ -15,7 +15,7 @@ from superoffload.config import TunedConfig, headline
 from superoffload.engine import OffloadAdamW
 from superoffload.engine.optimizer import optimizer_of
 from superoffload.errors import InputError, SuperOffloadError
-from superoffload.host_load import KEY, HostWatch
+from superoffload.host_load import HostWatch
 from superoffload.model_source import fingerprint
 from superoffload.model_source import load as load_model
 from superoffload.plan import Plan
@@ -107,7 +107,7 @@ def measure_steps(
                 if progress is not None:
                     progress(step + 1)
             opt.synchronize()
-            load = watch.load()
+            beside = watch.noted("the step")
             trace = opt.trace(
                 tokens_per_step=profile.tokens * plan.accumulation,
                 model_flops_per_step=profile.model_flops * plan.accumulation,
@@ -116,10 +116,7 @@ def measure_steps(
             )
         finally:
             opt.close()
-    if load is None:
-        return trace.replace(model=profile.model, plan=plan)
-    load.warn("a step")
-    return trace.replace(model=profile.model, plan=plan, context={**trace.context, KEY: str(load)})
+    return trace.replace(model=profile.model, plan=plan, context={**trace.context, **beside})
 
 
 def measure_best(

@@ -20,22 +20,23 @@ from superoffload.model import BlockShape, ModelSpec, spec
 from superoffload.record import Record
 from superoffload.units import DTYPE_BYTES, GB, TERA
 
-MATMUL_SHARE = 0.95
+MATMUL_SHARE = 0.92
 """Share of `matmul_bf16_tflops` that a model's weight products reach at many tokens."""
 HALF_RATE_TOKENS = 250
 """Tokens at which a weight product runs at half that rate: its time is proportional to tokens + 250."""
-ATTENTION_SHARE = 0.70
+ATTENTION_SHARE = 0.60
 """Rate of fused causal attention against that of weight products."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward against its forward: scores are computed again (FlashAttention)."""
-BACKWARD_TRAFFIC = 5.1
-"""Time of the backward of everything but products and attention, against the counted bytes of its forward. Fitted,
-so that it also holds what backward's products lose against forward's."""
-COMPILED_TRAFFIC = 0.335
+TRAFFIC_SHARE = 0.57
+"""Share of `hbm_gb_per_s`, that of one large copy, that eager PyTorch's kernels between the products reach."""
+BACKWARD_TRAFFIC = 2.0
+"""Bytes that these move in backward, against those of forward."""
+COMPILED_TRAFFIC = 0.40
 """Share of that traffic, forward and backward, that is left once a layer is compiled and its operations are fused.
 Fitted to two figures of the same H200 (compiled layers, eager embedding, head and loss, no recompute), which it meets
 within 1.4 %: 3.14B, 8,192 tokens: 0.272 s measured, 0.276 estimated; Llama-3-8B, 1 x 8,192: 0.727 and 0.717 s."""
-LOSS_BYTES_PER_LOGIT = (14, 22)
+LOSS_BYTES_PER_LOGIT = (14, 17)
 """Bytes that float32 cross entropy moves per logit, forward and backward."""
 LOGIT_BYTES = 13
 """Bytes held per logit at the peak of a 16-bit model: the logits, their float32 copy, log-probabilities, gradient
@@ -216,8 +217,8 @@ def estimate(
             "of a 3.14B and an 8B Llama, met within 2.5 %",
             "rate": f"weight products reach {MATMUL_SHARE:.0%} of {hw.gpu.matmul_bf16_tflops:g} TFLOP/s x "
             f"{cost.dtype_rate:.3g} ({dtype}), half of it at {HALF_RATE_TOKENS} tokens; attention "
-            f"{ATTENTION_SHARE:.0%} of that; the rest moves its bytes at {hw.gpu.hbm_gb_per_s:g} GB/s, in "
-            f"backward {BACKWARD_TRAFFIC} times those of forward",
+            f"{ATTENTION_SHARE:.0%} of that; the rest moves its bytes at {TRAFFIC_SHARE:.0%} of "
+            f"{hw.gpu.hbm_gb_per_s:g} GB/s, in backward {BACKWARD_TRAFFIC:g} times those of forward",
             "dtype": dtype,
             "spec": shape.to_json(indent=None),
         },
@@ -255,6 +256,8 @@ class _Cost:
         self.dtype_rate = FP32_RATE if dtype == "float32" and hw.gpu.peak_bf16_tflops else 1.0
         self.rate = hw.gpu.matmul_bf16_tflops * TERA * MATMUL_SHARE * self.dtype_rate
         self.hbm = hw.gpu.hbm_gb_per_s * GB
+        self.traffic = self.hbm * TRAFFIC_SHARE
+        """Bytes per second between products."""
         self.products = (tokens + HALF_RATE_TOKENS) / tokens / self.rate
         """Seconds per FLOP of a weight product."""
 
@@ -268,13 +271,13 @@ class _Cost:
             kept, working, entry = 8 * t, 0, 8 * t
         elif b.kind == "layer":
             times, flops = self._layer()
-            more = self._selective() | self._compiled()
+            more = self._selective() | self._compiled() | self._full(times[0])
             if self.group > 1:
                 more["exchange"] = self._exchange(*times)
             kept, working, entry = t * self.item * self._kept_per_token(), 0, row
         else:
             flops, logits = s.head_flops(t), t * s.vocab
-            loss = [n * logits / self.hbm for n in LOSS_BYTES_PER_LOGIT]
+            loss = [n * logits / self.traffic for n in LOSS_BYTES_PER_LOGIT]
             times = (flops * self.products + loss[0], 2 * flops * self.products + loss[1])
             kept, entry = 4 * row, row
             working = logits * (LOGIT_BYTES if self.item == 2 else 12)
@@ -291,7 +294,7 @@ class _Cost:
         s, t = self.shape, self.tokens
         products, attention = s.layer_matmul_flops(t), s.layer_attention_flops(t, self.seq_len)
         seconds_attention = attention / (self.rate * ATTENTION_SHARE)
-        traffic = share * t * self._traffic_per_token() * (self.item / 2) / self.hbm
+        traffic = share * t * self._traffic_per_token() * (self.item / 2) / self.traffic
         forward = products * self.products + seconds_attention + traffic
         backward = 2 * products * self.products + ATTENTION_BACKWARD * seconds_attention + BACKWARD_TRAFFIC * traffic
         return (forward, backward), products + attention
@@ -301,7 +304,7 @@ class _Cost:
         attention and its way out."""
         s, t = self.shape, self.tokens
         projections = 2.0 * t * s.hidden * (s.q_dim + 2 * s.kv_dim) * self.products
-        traffic = t * self._entry_traffic_per_token() * (self.item / 2) / self.hbm
+        traffic = t * self._entry_traffic_per_token() * (self.item / 2) / self.traffic
         attention = s.layer_attention_flops(t, self.seq_len) / (self.rate * ATTENTION_SHARE)
         entry = projections + traffic
         entry_back, attention_back = 2 * projections + BACKWARD_TRAFFIC * traffic, ATTENTION_BACKWARD * attention
@@ -337,6 +340,12 @@ class _Cost:
             "compiled_bytes": self.tokens * self.item * self._compiled_kept_per_token(),
         }
 
+    def _full(self, forward_s: float) -> dict[str, Any]:
+        """Seconds repeated under `activations = full`: the forward without the MLP's last product, of whose result
+        backward needs nothing."""
+        last = 2.0 * self.tokens * self.shape.hidden * self.shape.mlp * max(1, self.shape.experts_per_token)
+        return {"full_recompute_s": forward_s - last * self.products}
+
     def _selective(self) -> dict[str, Any]:
         """Bytes kept and seconds repeated under `activations = selective` (docs/cost_model.md): the layer's input, the
         result of attention with its float32 log-sum-exp, and each product whose inner dimension is wide enough, but not
@@ -352,7 +361,7 @@ class _Cost:
                 kept += outer
             else:
                 again += 2.0 * t * inner * outer * self.products
-        traffic = t * self._traffic_per_token() * (self.item / 2) / self.hbm
+        traffic = t * self._traffic_per_token() * (self.item / 2) / self.traffic
         return {
             "selective_bytes": round(t * (kept * self.item + 4 * s.heads)),
             "selective_recompute_s": traffic + again,

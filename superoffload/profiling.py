@@ -27,7 +27,7 @@ from superoffload.engine.blocks import Block, find_blocks
 from superoffload.engine.chunked_head import ChunkedHead, find_head
 from superoffload.errors import DoesNotFit, InputError, NotSupported
 from superoffload.hardware import Hardware
-from superoffload.host_load import KEY, HostWatch
+from superoffload.host_load import HostWatch
 from superoffload.loss_costs import CHUNK_LOGIT_BYTES
 from superoffload.model import from_transformers
 from superoffload.model_source import fingerprint, load, reference
@@ -112,9 +112,7 @@ def profile(
             f"{micro_batch} x {seq_len} tokens do not fit on {device} when every activation is kept",
             remedy="Profile with a smaller micro-batch or shorter sequences, or use so.estimate()",
         ) from None
-    seconds, load = _medians(passes), watch.load()
-    if load is not None:
-        load.warn("the profile")
+    seconds, beside = _medians(passes), watch.noted("the profile")
     first_dtype = next(p.dtype for b in parts for _, p in b.parameters)
     profiles = tuple(
         BlockProfile(
@@ -153,7 +151,7 @@ def profile(
             "threads": str(torch.get_num_threads()),
             "autocast": str(torch.is_autocast_enabled(device.type)),
             "kept": format_bytes(sum(counted.kept_bytes)),
-            **({KEY: str(load)} if load is not None else {}),
+            **beside,
             **({"selective": selective.failure} if selective.failure else {}),
             **({"compiled": "layers, by torch.compile (inductor)"} if compile_blocks else {}),
         },

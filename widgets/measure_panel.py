@@ -10,6 +10,7 @@ import ipywidgets as W
 
 from superoffload.calibration import Calibration, calibrate
 from superoffload.errors import InputError
+from superoffload.host_load import DISTURBED
 from superoffload.measured_step import lanes_busy
 from superoffload.tracing import LANE_TITLES, Trace
 from superoffload.units import format_off, format_seconds
@@ -200,12 +201,16 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
             off = (predicted.step_s / trace.step_s - 1) * 100
             told = format_off(predicted.step_s, trace.step_s)
             text += f"; the model predicted {format_seconds(predicted.step_s)} ({told})"
-            if not FAR[0] < off < FAR[1]:
+            if not FAR[0] < off < FAR[1] and DISTURBED not in trace.context:
                 text += ". So far apart, one of the two was likely taken on a busy machine: measure, or profile, again"
             table = lanes_html(lanes_busy(predicted, trace))
         elif predicted.hardware != trace.hardware:
             text += f"; the prediction above is for {escape(predicted.hardware)}"
-        self.messages.notice(f"{text}.{table}")
+        if DISTURBED in trace.context:
+            told = trace.context[DISTURBED]
+            self.messages.notice(f"{text}. {escape(told[:1].upper() + told[1:])}.{table}", "warn")
+        else:
+            self.messages.notice(f"{text}.{table}")
         self._tuner.show_measured(trace)
         self.correct.disabled = False
 

@@ -53,7 +53,7 @@ def skewed(profile: Profile, off: dict[str, float] = OFF) -> Profile:
     for b in profile.blocks:
         update: dict[str, float | None] = {}
         if b.kind == "layer":
-            for name in ("forward_s", "compiled_forward_s"):
+            for name in ("forward_s", "full_recompute_s", "selective_recompute_s", "compiled_forward_s"):
                 update[name] = times(getattr(b, name), "layers forward")
             for name in ("backward_s", "compiled_backward_s"):
                 update[name] = times(getattr(b, name), "layers backward")

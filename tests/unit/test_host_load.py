@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from superoffload import host_load
-from superoffload.host_load import BusyMachine, HostLoad, HostWatch
+from superoffload.host_load import DISTURBED, KEY, BusyMachine, HostLoad, HostWatch
 
 TICK = 100
 LINE = "cpu  {user} 0 0 {idle} 0 0 0 {steal} 0 0\ncpu0 1 2 3\n"
@@ -44,7 +44,7 @@ def test_what_was_not_ours_was_others(machine) -> None:
     assert load == HostLoad(others=1.5, stolen=0.5, cores=4)
     assert str(load) == "other processes kept 1.5 of 4 cores busy, the hypervisor took 0.5"
     with pytest.warns(BusyMachine, match="the profile was measured while other processes kept 1.5 of 4 cores busy"):
-        load.warn("the profile")
+        assert set(load.noted("the profile")) == {KEY, DISTURBED}
 
 
 def test_others_on_cores_that_are_not_ours_do_not_count(machine) -> None:
@@ -57,12 +57,12 @@ def test_others_on_cores_that_are_not_ours_do_not_count(machine) -> None:
     assert load == HostLoad(others=0.0, stolen=0.0, cores=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load.warn("the profile")
+        assert load.noted("the profile") == {KEY: "other processes kept 0.0 of 2 cores busy"}
 
 
 def test_a_system_that_does_not_say_claims_nothing(machine) -> None:
     machine.wall = 1.0
-    assert HostWatch().load() is None
+    assert HostWatch().noted("the profile") == {}
 
 
 def test_this_machine_says_something_of_itself() -> None:

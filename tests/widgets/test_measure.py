@@ -15,6 +15,7 @@ from torch import Tensor, nn  # noqa: E402
 from superoffload.engine import OffloadAdamW  # noqa: E402
 from superoffload.errors import InputError  # noqa: E402
 from superoffload.hardware import preset  # noqa: E402
+from superoffload.host_load import DISTURBED  # noqa: E402
 from superoffload.measuring import WARMUP_STEPS, Cancelled, measure_steps  # noqa: E402
 from superoffload.plan import Plan  # noqa: E402
 from superoffload.profiler import Profile  # noqa: E402
@@ -308,3 +309,15 @@ def test_a_model_is_profiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (t.plan.micro_batch, t.plan.seq_len) == (2, 16)
     with pytest.raises(InputError, match="batch=batch"):
         Tuner(model)
+
+
+def test_a_step_that_was_measured_beside_others_says_so(model: nn.Module, profiled: Profile) -> None:
+    t = Tuner(profiled, plan_for(profiled), autosave=False, model=model, batch=BATCH)
+    t.measure.value = True
+    panel = t.measure_panel
+    assert panel is not None
+    told = "the step was measured while other processes kept 1.5 of 2 cores busy: its times are too long"
+    trace = measure_steps(model, BATCH, profiled, t.plan, steps=2)
+    for context, shown in (({DISTURBED: told}, True), ({}, False)):
+        panel._ended(trace.replace(context=context), None)
+        assert (told[1:] in panel.messages.value) is shown
