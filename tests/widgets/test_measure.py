@@ -20,6 +20,7 @@ from superoffload.measuring import WARMUP_STEPS, Cancelled, measure_steps  # noq
 from superoffload.plan import Plan  # noqa: E402
 from superoffload.profiler import Profile  # noqa: E402
 from superoffload.profiling import profile as measure_profile  # noqa: E402
+from superoffload.simulator import simulate  # noqa: E402
 from superoffload.tracing import Trace  # noqa: E402
 from superoffload.widgets import Tuner  # noqa: E402
 
@@ -221,7 +222,7 @@ def test_the_panel_calibrates_and_goes_back(model: nn.Module, profiled: Profile)
     assert t.session.hardware == t.session.given.hardware, "the machine of the picker is the corrected one"
     panel.back.click()
     assert t.session.given == before and panel.back.disabled
-    assert t.trace.step_s == predicted
+    assert t.trace.step_s == simulate(before, t.plan).step_s, "the machine's change chose some knobs anew"
 
 
 def test_a_calibration_is_taken_back_after_reopening(model: nn.Module, profiled: Profile, tmp_path: Path) -> None:
