@@ -108,6 +108,12 @@ def block_cost(block: BlockProfile, policy: Activations, *, compiled: bool = Fal
     return ActivationCost(0, 0, everything, 0.0)
 
 
+def _working_bytes(block: BlockProfile, *, compiled: bool) -> int:
+    if compiled and block.kind == "layer" and block.compiled_working_bytes is not None:
+        return block.compiled_working_bytes
+    return block.working_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Choices:
     """What a plan chooses about activations, to remember answers by."""
@@ -139,7 +145,7 @@ def peaks(blocks: Sequence[BlockProfile], plan: Plan) -> list[int]:
     for block, policy in zip(blocks, policies_of(blocks, plan), strict=True):
         cost = block_cost(block, policy, compiled=plan.compile_blocks)
         kept += cost.kept
-        found.append(kept + cost.again + block.working_bytes)
+        found.append(kept + cost.again + _working_bytes(block, compiled=plan.compile_blocks))
     return found
 
 

@@ -61,6 +61,7 @@ def rescale(
                     for name in (
                         "selective_bytes",
                         "compiled_bytes",
+                        "compiled_working_bytes",
                         "logits",
                         "chunked_activation_bytes",
                         "chunked_working_bytes",

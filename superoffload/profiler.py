@@ -96,6 +96,8 @@ class BlockProfile(Record):
     """Seconds of its backward without recompute."""
     compiled_bytes: int | None = Field(default=None, ge=0)
     """Bytes kept for that backward, input included."""
+    compiled_working_bytes: int | None = Field(default=None, ge=0)
+    """`working_bytes` of the compiled layer; None where nobody has looked, and those of the eager one are taken."""
     logits: int | None = Field(default=None, ge=0)
     """Logits of one micro-batch, in the head of a model whose loss the engine can compute in chunks
     (`Plan.loss_chunks`); None in every other block, and where nobody has looked."""
@@ -274,7 +276,11 @@ class _Cost:
             more = self._selective() | self._compiled() | self._full(times[0])
             if self.group > 1:
                 more["exchange"] = self._exchange(*times)
-            kept, working, entry = t * self.item * self._kept_per_token(), 0, row
+            kept, working, entry = (
+                t * self.item * self._kept_per_token(),
+                t * self.item * self._working_per_token(),
+                row,
+            )
         else:
             flops, logits = s.head_flops(t), t * s.vocab
             loss = [n * logits / self.traffic for n in LOSS_BYTES_PER_LOGIT]
@@ -338,12 +344,13 @@ class _Cost:
             "compiled_forward_s": times[0],
             "compiled_backward_s": times[1],
             "compiled_bytes": self.tokens * self.item * self._compiled_kept_per_token(),
+            "compiled_working_bytes": self.tokens * self.item * self._width(),
         }
 
     def _full(self, forward_s: float) -> dict[str, Any]:
         """Seconds repeated under `activations = full`: the forward without the MLP's last product, of whose result
         backward needs nothing."""
-        last = 2.0 * self.tokens * self.shape.hidden * self.shape.mlp * max(1, self.shape.experts_per_token)
+        last = 2.0 * self.tokens * self.shape.hidden * self._width()
         return {"full_recompute_s": forward_s - last * self.products}
 
     def _selective(self) -> dict[str, Any]:
@@ -351,7 +358,7 @@ class _Cost:
         result of attention with its float32 log-sum-exp, and each product whose inner dimension is wide enough, but not
         the last, which recompute does not reach."""
         s, t = self.shape, self.tokens
-        width = s.mlp * max(1, s.experts_per_token)
+        width = self._width()
         products = (  # (inner dimension, outer dimension)
             (s.hidden, s.q_dim + 2 * s.kv_dim), (s.q_dim, s.hidden), (s.hidden, (2 if s.gated_mlp else 1) * width),
         )  # fmt: skip
@@ -373,7 +380,7 @@ class _Cost:
         norm = 4 if s.norm_bias else 32  # one fused LayerNorm kernel; RMSNorm in six, through float32
         rotary = 0 if s.family == "gpt2" else 20 * (s.q_dim + s.kv_dim)
         heads = 32 * (s.q_dim + s.kv_dim) if s.qk_norm else 0
-        width = s.mlp * max(1, s.experts_per_token)
+        width = self._width()
         gather = 12 * s.hidden * s.experts_per_token  # tokens are sorted by expert and added back
         return 2 * norm * s.hidden + 12 * s.hidden + rotary + heads + (10 if s.gated_mlp else 4) * width + gather
 
@@ -384,8 +391,18 @@ class _Cost:
         norms = 4 * s.hidden if s.norm_bias else (8 if self.item == 2 else 6) * s.hidden
         attention = 2 * s.q_dim + 2 * s.kv_dim + (4 * (s.q_dim + s.kv_dim) if s.qk_norm else 0)
         attention += self._exchange_kept_per_token()
-        width = s.mlp * max(1, s.experts_per_token)
+        width = self._width()
         return norms + attention + (4 if s.gated_mlp else 2) * width + 2 * s.hidden * s.experts_per_token
+
+    def _working_per_token(self) -> int:
+        """Elements of weight dtype per token that a layer's backward needs in passing, beside what is kept: gradients
+        in the MLP and float32 ones in the norms. Three Llama shapes took 10.0, 10.0 and 11.5 times hidden, which is
+        10.0, 9.8 and 11.5 here; a compiled 8B layer took one gradient of the MLP's width."""
+        return (2 if self.shape.gated_mlp else 1) * self._width() + 9 * self.shape.hidden // 2
+
+    def _width(self) -> int:
+        """Of the MLP, for a token."""
+        return self.shape.mlp * max(1, self.shape.experts_per_token)
 
     def _compiled_kept_per_token(self) -> int:
         """Elements of weight dtype per token that a compiled layer keeps: input and result of each norm, attention's
@@ -395,5 +412,5 @@ class _Cost:
         s = self.shape
         attention = 2 * s.q_dim + 2 * s.kv_dim + (2 * (s.q_dim + s.kv_dim) if s.qk_norm else 0)
         attention += self._exchange_kept_per_token()
-        width = s.mlp * max(1, s.experts_per_token)
+        width = self._width()
         return 4 * s.hidden + attention + (3 if s.gated_mlp else 2) * width + 2 * s.hidden * s.experts_per_token
