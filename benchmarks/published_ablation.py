@@ -139,8 +139,11 @@ def _machine(a: Ablation) -> Hardware:
 
 def _profile(a: Ablation, hardware: Hardware) -> Profile:
     profile = estimate(a.model, micro_batch=a.micro_batch, seq_len=a.seq_len, hardware=hardware, dtype=a.dtype)
-    if a.stops_early:
-        return profile
+    return profile if a.stops_early else repeating_whole_layers(profile)
+
+
+def repeating_whole_layers(profile: Profile) -> Profile:
+    """The profile where recomputation does not stop before a layer's end, as Megatron's and DeepSpeed's does not."""
     return profile.replace(blocks=tuple(b.model_copy(update={"full_recompute_s": None}) for b in profile.blocks))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from published_ablation import ADAM_THREADS, BASELINE_CASTS, blocking_seconds, with_adam
+from published_ablation import ADAM_THREADS, BASELINE_CASTS, blocking_seconds, repeating_whole_layers, with_adam
 from published_figures import CPU_SHARE, FLOW_EFFICIENCY, HOPPER_TFLOPS, LINK_GB_PER_S, QWEN_TFLOPS
 
 from superoffload import graph
@@ -211,7 +211,7 @@ def throughput(model: str = "qwen3-14b", micro_batch: int = 4, seq_len: int = 40
     )
     rows = []
     for way, adam, blocking, knobs in ways:
-        profile = profiles[adam]
+        profile = repeating_whole_layers(profiles[adam]) if blocking else profiles[adam]
         plan = make_plan(profile, **knobs)
         seconds = (blocking_seconds if blocking else step_seconds)(profile, plan)
         layers = [i for i, b in enumerate(profile.blocks) if b.kind == "layer"]

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import itertools
 import json
 import math
 import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,7 +34,7 @@ from superoffload.profiling_state import Clock
 from superoffload.units import ADAM_STREAM_BYTES, GB, TERA
 
 SUSTAINED_S = 0.3
-"""Seconds of Adam steps in a row: what boost clocks give for 20 ms is not what a training gets."""
+"""Seconds of Adam steps, products or copies in a row: what boost clocks give for 20 ms is not what a training gets."""
 CAST_BYTES = 6
 """Bytes per element of a cast from fp32 to 16 bit: read 4, write 2."""
 
@@ -149,7 +151,7 @@ def measure(identity: dict[str, str], progress: Progress) -> Hardware:
         sources={
             "gpu.memory_gb": "reported by the driver" if has_gpu else "host memory: there is no GPU",
             "gpu.peak_bf16_tflops": "vendor's dense bf16 peak" if name in PEAK_BF16_TFLOPS else "not known",
-            "gpu.matmul_bf16_tflops": f"{measured}: bf16 matrix product",
+            "gpu.matmul_bf16_tflops": f"{measured}: bf16 product of random matrices, {SUSTAINED_S:g} s in a row",
             "gpu.hbm_gb_per_s": f"{measured}: copy within the device, read and write counted",
             "cpu.adam_gb_per_s": f"{measured}: fp32 AdamW, {params / 1e6:.0f}M parameters, 28 B each",
             "cpu.cast_gb_per_s": f"{measured}: fp32 to bf16, 6 bytes per element",
@@ -191,10 +193,24 @@ def _measure_cast(params: int, threads: int) -> float:
 
 def _measure_matmul(device: torch.device) -> float:
     n = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.full((n, n), 0.5, dtype=torch.bfloat16, device=device) for _ in range(2))
+    # Random numbers: a GPU draws less power on equal ones, and then multiplies faster than in any training.
+    noise = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device, generator=noise) for _ in range(2))
     out = torch.empty_like(a)
-    seconds = median_seconds(lambda: torch.mm(a, b, out=out), Clock(device))
-    return 2.0 * n**3 / seconds / TERA
+    return 2.0 * n**3 / _sustained_seconds(lambda: torch.mm(a, b, out=out), device) / TERA
+
+
+def _sustained_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of `work` called again and again for `SUSTAINED_S`, the first half not counted."""
+    clock = Clock(device)
+    once = median_seconds(work, clock, repeats=1)
+    marks = [clock.now()]
+    for _ in range(max(6, math.ceil(SUSTAINED_S / once))):
+        work()
+        marks.append(clock.now())
+    clock.synchronize()
+    spans = [clock.seconds(start, stop) for start, stop in itertools.pairwise(marks)]
+    return max(statistics.median(spans[len(spans) // 2 :]), 1e-9)
 
 
 def _measure_device_copy(device: torch.device) -> float:
@@ -202,7 +218,7 @@ def _measure_device_copy(device: torch.device) -> float:
     n = (1 << 30) if device.type == "cuda" else (1 << 27)
     a = torch.zeros(n, dtype=torch.uint8, device=device)
     b = torch.zeros_like(a)
-    return 2.0 * n / median_seconds(lambda: b.copy_(a), Clock(device)) / GB
+    return 2.0 * n / _sustained_seconds(lambda: b.copy_(a), device) / GB
 
 
 def host_memory_bytes() -> int:

@@ -24,7 +24,7 @@ MATMUL_SHARE = 0.92
 """Share of `matmul_bf16_tflops` that a model's weight products reach at many tokens."""
 HALF_RATE_TOKENS = 250
 """Tokens at which a weight product runs at half that rate: its time is proportional to tokens + 250."""
-ATTENTION_SHARE = 0.60
+ATTENTION_SHARE = 0.70
 """Rate of fused causal attention against that of weight products."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward against its forward: scores are computed again (FlashAttention)."""
