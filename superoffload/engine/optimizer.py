@@ -391,13 +391,22 @@ class OffloadAdamW(torch.optim.Optimizer):
         # A weight shared inside one backward (a block run twice under reentrant checkpointing) fires more than once:
         # it is taken at step() from then on. One that fires once again goes back to being taken at once.
         again = {i for i, n in self._fired.items() if i in self._late and n > self._accumulation}
-        self._late = again | {i for i, n in self._taken.items() if n > 1}
-        self._fired.clear()
-        self._taken.clear()
-        if self.engine.step(self._arguments()):
-            self._unlearned, self._scales, self._scaled = self._scaled, self._scaled, False
-            if not self.state:
-                self._show_steps()
+        late = again | {i for i, n in self._taken.items() if n > 1}
+        engine, before, returned = self.engine, self.engine.sequence, False
+        try:
+            engine.step(self._arguments())
+            returned = True
+        finally:
+            # Ctrl-C in a wait before the step is submitted leaves what was counted to the next call; in the wait
+            # afterwards the step is taken all the same.
+            if returned or engine.sequence != before:
+                self._late = late
+                self._fired.clear()
+                self._taken.clear()
+            if engine.sequence != before:
+                self._unlearned, self._scales, self._scaled = self._scaled, self._scaled, False
+                if not self.state:
+                    self._show_steps()
         return loss
 
     def synchronize(self) -> None:
