@@ -186,9 +186,16 @@ class Arenas:
                 self.params[segment.tensor].places.append((layout.index, segment))
         self.partial_count = sum(p.chunks for p in params)
         self.capacity = max((b.numel for b in layouts), default=0)
-        with self._start.showing([p.param for p in params]):
+        try:
+            self._make(layouts, device, trace)
+        except BaseException:
+            self.host.release()  # freed while it is pinned, memory could not be pinned again
+            raise
+
+    def _make(self, layouts: Sequence[Bucket], device: Device, trace: bool) -> None:
+        with self._start.showing([p.param for p in self.params]):
             weights = self._weights(layouts, device)
-        items = state_items(layouts, plan, [])
+        items = state_items(layouts, self.plan, [])
         homes = self.host.pinned_bytes + self.host.pageable_bytes
         with self.host.showing(sum(items["pinned"].values()) + sum(items["host"].values()) - homes):
             self.buckets = self._allocate(layouts, weights, device, trace)
@@ -272,7 +279,9 @@ class Arenas:
                 parts = _cut(arena, run)
                 weights |= parts
                 starts = {k: int(part.storage_offset()) for k, part in parts.items()}
-                self._adopt(arena, device.alias(arena) if flow else None, starts)
+                # A `state_dict()` of the model, say, may hold the alias for longer than the engine lives.
+                alias = device.alias(arena, then=self.host.lend(arena)) if flow else None
+                self._adopt(arena, alias, starts)
         return weights
 
     def _runs(self, layouts: Sequence[Bucket]) -> list[list[Bucket]]:

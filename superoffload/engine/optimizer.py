@@ -76,8 +76,8 @@ class OffloadAdamW(torch.optim.Optimizer):
     `load_state_dict()`, call `synchronize()`: between the first gradient and the next forward the worker writes them
     too. A write that raced with it raises at the next call.
 
-    Weights of flow blocks that a `state_dict()` of the model refers to lie in this optimizer's memory: copy what is to
-    be used after `close()`.
+    What a `state_dict()` of the model refers to stays readable after `close()`. Weights of flow blocks in it are the
+    optimizer's own pinned memory, which stays pinned until they go: copy what is kept for long.
 
     While it is open Python's switch interval is 0.02 ms instead of 5, for the whole process: another thread that runs
     Python would else hold up every operation that is launched (engine/switch_interval.py). One that somebody has set

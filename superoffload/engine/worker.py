@@ -112,8 +112,8 @@ class WorkerFace:
 
 
 class Lifeline:
-    """Ends an engine in the right order: hooks off, the submitted step finished, thread joined, device idle, host memory
-    unpinned.
+    """Ends an engine in the right order: hooks off, the submitted step finished, thread joined, device idle, host
+    memory unpinned.
 
     Registered with `weakref.finalize`, so it runs when the engine is closed, dropped or left at exit, exactly once.
     """
