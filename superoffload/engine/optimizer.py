@@ -79,6 +79,9 @@ class OffloadAdamW(torch.optim.Optimizer):
     What a `state_dict()` of the model refers to stays readable after `close()`. Weights of flow blocks in it are the
     optimizer's own pinned memory, which stays pinned until they go: copy what is kept for long.
 
+    A process that is forked while it is open cannot use it, and makes the next step copy all of the state: make a
+    DataLoader's workers before it, or with `multiprocessing_context="forkserver"`.
+
     While it is open Python's switch interval is 0.02 ms instead of 5, for the whole process: another thread that runs
     Python would else hold up every operation that is launched (engine/switch_interval.py). One that somebody has set
     shorter, or sets meanwhile, stays.
