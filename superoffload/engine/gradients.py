@@ -8,12 +8,12 @@ time, and each one, a view too, gives Python's lock away: beside a thread that r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
+from superoffload.engine.arenas import Arenas
+from superoffload.engine.buckets import BucketState, ManagedParam
 from superoffload.engine.device import Device, copy
 from superoffload.engine.gradient_ring import GradientRing, Landing, Slot
 from superoffload.engine.interrupts import uninterrupted
@@ -251,8 +251,3 @@ def _add(target: torch.Tensor, addend: torch.Tensor, dtype: torch.dtype) -> None
         target.add_(addend)
     else:
         target.copy_(target.to(dtype).add_(addend.to(dtype)))
-
-
-def collect_hook(take: Callable[[ManagedParam], None], p: ManagedParam) -> Any:
-    """Register `take` to run when autograd has accumulated `p`'s gradient."""
-    return p.param.register_post_accumulate_grad_hook(lambda _: take(p))

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from superoffload.engine.buckets import Arenas, BucketState
+from superoffload.engine.arenas import Arenas
+from superoffload.engine.buckets import BucketState
 from superoffload.engine.device import Device
 from superoffload.engine.interrupts import uninterrupted
 from superoffload.engine.recorder import Recorder

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from superoffload.engine import OffloadAdamW, buckets
+from superoffload.engine import OffloadAdamW, arenas
 from superoffload.engine.optimizer import optimizer_of
 from superoffload.errors import EngineError, InputError
 from tests.engine.common import batches, digest, llama, train
@@ -425,7 +425,7 @@ def test_an_error_in_a_step_leaves_the_engine_usable(monkeypatch):
     with make(model) as opt:
         train(model, opt, DATA[:1])
         with monkeypatch.context() as patch:
-            patch.setattr(opt.engine, "_describe", lambda *a: 1 / 0)
+            patch.setattr(opt.engine.submission, "describe", lambda *a: 1 / 0)
             model(input_ids=DATA[1], labels=DATA[1]).loss.backward()
             with pytest.raises(ZeroDivisionError):
                 opt.step()
@@ -516,26 +516,26 @@ def test_an_empty_parameter_is_in_no_bucket():
 
 def test_old_weights_go_while_the_new_arenas_come(monkeypatch):
     """A model on the GPU must not need its weights' memory twice to be trained."""
-    monkeypatch.setattr(buckets, "ARENA_BYTES", 1 << 30)
+    monkeypatch.setattr(arenas, "ARENA_BYTES", 1 << 30)
     model = llama()
     with OffloadAdamW(model, lr=1e-3, bucket_mb=0.05) as opt:
         losses = train(model, opt, batches(2))
         one = digest(model, opt)
 
-    monkeypatch.setattr(buckets, "ARENA_BYTES", 40_000)
+    monkeypatch.setattr(arenas, "ARENA_BYTES", 40_000)
     model, old = llama(), []
     for p in model.parameters():
         array = p.detach().numpy().copy()
         p.data = torch.from_numpy(array)
         old.append(weakref.ref(array))
         del array
-    left, adopt = [], buckets.Arenas._adopt
+    left, adopt = [], arenas.Arenas._adopt
 
     def watched(self, arena, alias, starts):
         left.append(sum(a().nbytes for a in old if a() is not None) / sum(p.nbytes for p in model.parameters()))
         return adopt(self, arena, alias, starts)
 
-    monkeypatch.setattr(buckets.Arenas, "_adopt", watched)
+    monkeypatch.setattr(arenas.Arenas, "_adopt", watched)
     with OffloadAdamW(model, lr=1e-3, bucket_mb=0.05) as opt:
         assert len(left) > 5 and left[0] == 1 and all(a > b for a, b in itertools.pairwise(left))
         assert left[-1] < 0.2

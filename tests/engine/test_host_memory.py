@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from superoffload.engine import OffloadAdamW
+from superoffload.engine import OffloadAdamW, arenas
 from superoffload.engine import device as devices
 from superoffload.engine.host_memory import HostMemory
 from superoffload.errors import EngineError
@@ -91,9 +91,7 @@ def test_memory_that_cannot_be_pinned_leaves_none_pinned(driver, monkeypatch, fl
             super().__init__(**{**kwargs, "can_pin": True})
             asked["made"] += 1
 
-    from superoffload.engine import buckets
-
-    monkeypatch.setattr(buckets, "HostMemory", Pins)
+    monkeypatch.setattr(arenas, "HostMemory", Pins)
     driver.room = 500_000
     model = llama(torch.bfloat16)
     with pytest.raises(EngineError, match="cannot pin"):

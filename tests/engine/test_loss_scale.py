@@ -129,7 +129,7 @@ def test_ctrl_c_while_step_waits_for_its_update_leaves_the_verdict_to_be_learned
             loss = model(input_ids=DATA[0], labels=DATA[0]).loss
             opt.scale_loss(loss * math.inf).backward()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(opt.engine, "_settle_blocks", _ctrl_c)
+                patch.setattr(opt.engine.readiness, "settle", _ctrl_c)
                 with pytest.raises(KeyboardInterrupt):
                     opt.step()
             opt.zero_grad()
