@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from superoffload import __version__
 from superoffload.errors import DoesNotFit, InputError, SuperOffloadError, did_you_mean
 from superoffload.memory import Ledger
+from superoffload.record import finite
 
 Result = dict[str, Any]
 """What a command returns: the JSON object. Its text for people was printed by the command itself."""
@@ -250,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, body = 1, {"error": {"type": type(e).__name__, "what": str(e)}}
     try:
         if as_json and body is not None:
-            sys.stdout.write(json.dumps(body, ensure_ascii=False, allow_nan=False) + "\n")
+            sys.stdout.write(json.dumps(finite(body), ensure_ascii=False, allow_nan=False) + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
         return _closed_pipe()

@@ -7,9 +7,10 @@ and a file says which kind of record it holds, so that a plan is never read as a
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -41,6 +42,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for each number that is not finite, however deep: JSON has no such numbers, and not every
+    reader takes what Python writes for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value
 
 
 def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:

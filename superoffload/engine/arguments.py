@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,15 @@ class StepSettings(NamedTuple):
     max_norm: float | None
     unscale: float = 1.0
     """1 / loss scale."""
+
+
+def step_settings(groups: Iterable[dict[str, Any]], max_norm: float | None, unscale: float) -> StepSettings:
+    """What a step is taken with whose parameter groups are these."""
+    hyper = [
+        Hyper(float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]))
+        for g in groups
+    ]
+    return StepSettings(hyper, max_norm, unscale)
 
 
 def default_adam_threads(placement: Placement | None = None) -> int:

@@ -47,6 +47,17 @@ def restore(engine: Engine, kept: Snapshot) -> None:
                 engine.weights.scatter(p, kind, kept[p.name][kind])
 
 
+def show_steps(optimizer: OffloadAdamW) -> None:
+    """Let the optimizer's `state` hold each parameter's step count, live. Tools that look whether an optimizer has
+    stepped (torch's distributed checkpoint would otherwise take a step of its own to find out) look there; the moments
+    are in `state_dict()`."""
+    engine = optimizer.engine
+    optimizer.state.clear()
+    if engine.sequence or bool(engine.steps.any()):
+        for p in optimizer._managed:
+            optimizer.state[p.param] = {"step": engine.steps[p.index]}
+
+
 def _torch_order(optimizer: OffloadAdamW) -> list[Any]:
     """Managed parameters in the order of torch's indices: group by group."""
     by_id = {id(p.param): p for p in optimizer._managed}
@@ -75,9 +86,9 @@ def state_dict(optimizer: OffloadAdamW) -> dict[str, Any]:
         groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(range(start, start + n))})
         start += n
     result: dict[str, Any] = {"state": state, "param_groups": groups}
-    if optimizer._loss_scale is not None:
+    if optimizer._scaling.rule is not None:
         optimizer.learn_loss_scale()
-        result["loss_scale"] = optimizer._loss_scale.as_dict()
+        result["loss_scale"] = optimizer._scaling.rule.as_dict()
     for after in optimizer._optimizer_state_dict_post_hooks.values():
         result = after(optimizer, result) or result
     return result
@@ -119,9 +130,9 @@ def load_state_dict(optimizer: OffloadAdamW, given: dict[str, Any]) -> None:
                 engine.weights.scatter(p, kind, values[kind])
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({k: v for k, v in saved.items() if k != "params"})
-    if optimizer._loss_scale is not None and "loss_scale" in given:
-        optimizer._loss_scale.load(given["loss_scale"])
-    optimizer._show_steps()
+    if optimizer._scaling.rule is not None and "loss_scale" in given:
+        optimizer._scaling.rule.load(given["loss_scale"])
+    show_steps(optimizer)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
 
@@ -151,9 +162,9 @@ def save(optimizer: OffloadAdamW, path: str | os.PathLike[str]) -> None:
         "steps": json.dumps({p.name: int(engine.steps[p.index]) for p in engine.params}),
         "param_groups": json.dumps(groups),
     }
-    if optimizer._loss_scale is not None:
+    if optimizer._scaling.rule is not None:
         optimizer.learn_loss_scale()
-        metadata["loss_scale"] = json.dumps(optimizer._loss_scale.as_dict())
+        metadata["loss_scale"] = json.dumps(optimizer._scaling.rule.as_dict())
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
 
@@ -183,9 +194,9 @@ def load(optimizer: OffloadAdamW, path: str | os.PathLike[str]) -> None:
                 engine.steps[p.index] = steps[p.name]
                 for kind in ("master", *MOMENTS):
                     engine.weights.scatter(p, kind, f.get_tensor(f"{kind}/{p.name}"))
-            if optimizer._loss_scale is not None and "loss_scale" in metadata:
-                optimizer._loss_scale.load(json.loads(metadata["loss_scale"]))
-            optimizer._show_steps()
+            if optimizer._scaling.rule is not None and "loss_scale" in metadata:
+                optimizer._scaling.rule.load(json.loads(metadata["loss_scale"]))
+            show_steps(optimizer)
             _load_groups(optimizer, json.loads(metadata["param_groups"]))
     except SafetensorError as e:
         raise InputError(f"{path} cannot be read: {e}", expected="a file that OffloadAdamW.save wrote") from None
@@ -216,4 +227,4 @@ def _load_groups(optimizer: OffloadAdamW, saved: list[dict[str, Any]]) -> None:
                 group.update({k: tuple(v) if k == "betas" else v for k, v in old.items() if k != "params"})
 
 
-__all__ = ["load", "load_state_dict", "restore", "save", "snapshot", "state_dict"]
+__all__ = ["load", "load_state_dict", "restore", "save", "show_steps", "snapshot", "state_dict"]

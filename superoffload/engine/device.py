@@ -5,8 +5,10 @@ the same engine runs, and is tested, anywhere. Only this file and its callers in
 from __future__ import annotations
 
 import ctypes
+import os
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -79,8 +81,8 @@ class HostDevice:
         self.cuda_api = native.CudaApi()
         self._norm_threads = available_cores()
 
-    def alias(self, host: torch.Tensor) -> torch.Tensor:
-        """Host memory as the device's kernels see it: the same memory."""
+    def alias(self, host: torch.Tensor, *, then: Callable[[], None] | None = None) -> torch.Tensor:
+        """Host memory as the device's kernels see it: the same tensor, so that there is no last use to tell of."""
         return host
 
     def guard(self) -> AbstractContextManager[Any]:
@@ -196,10 +198,18 @@ class CudaDevice:
         """The stream the caller computes on: in an autograd hook, the stream of that backward node."""
         return torch.cuda.current_stream(self.device)
 
-    def alias(self, host: torch.Tensor) -> torch.Tensor:
+    def alias(self, host: torch.Tensor, *, then: Callable[[], None] | None = None) -> torch.Tensor:
         """Pinned host memory as a tensor of this device: kernels read and write it across the link, slowly but
-        rightly. Registered memory has the same address on both sides; what is not registered, torch refuses."""
-        found = torch.as_tensor(_Registered(host), device=self.device).view(host.dtype)
+        rightly. Registered memory has the same address on both sides; what is not registered, torch refuses.
+
+        Args:
+            then: called when the last tensor that refers to the alias has gone, and the device is done with it.
+        """
+        memory = _Registered(host)
+        if then is not None:
+            # Not at exit: the process takes the memory along, and tensors may still be there.
+            weakref.finalize(memory, _when_idle, self.device, os.getpid(), then).atexit = False
+        found = torch.as_tensor(memory, device=self.device).view(host.dtype)
         if found.data_ptr() != host.data_ptr():
             raise RuntimeError(f"the device reads host memory at another address than {host.data_ptr():#x}")
         return found
@@ -280,6 +290,13 @@ class _Registered:
             "shape": (host.numel() * host.element_size(),), "typestr": "|u1", "data": (host.data_ptr(), False),
             "strides": None, "version": 3,
         }  # fmt: skip
+
+
+def _when_idle(device: torch.device, process: int, then: Callable[[], None]) -> None:
+    if os.getpid() != process:  # a forked child has no device
+        return
+    torch.cuda.synchronize(device)
+    then()
 
 
 Device = HostDevice | CudaDevice

@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
+from superoffload.engine.arenas import Arenas
 from superoffload.engine.blocks import Block
-from superoffload.engine.buckets import DTYPES, Arenas, BucketState, ManagedParam
+from superoffload.engine.buckets import DTYPES, BucketState, ManagedParam
 from superoffload.engine.device import Device
 from superoffload.engine.interrupts import uninterrupted
 from superoffload.engine.recorder import Recorder, profiled

@@ -8,14 +8,15 @@ time, and each one, a view too, gives Python's lock away: beside a thread that r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
+from superoffload.engine.arenas import Arenas
+from superoffload.engine.buckets import BucketState, ManagedParam
 from superoffload.engine.device import Device, copy
 from superoffload.engine.gradient_ring import GradientRing, Landing, Slot
+from superoffload.engine.interrupts import uninterrupted
 from superoffload.engine.recorder import Recorder, profiled
 from superoffload.engine.worker import WorkerFace
 from superoffload.layout import Segment
@@ -74,9 +75,14 @@ class GradientCollector:
             The buckets that the last backward has filled with this gradient, whole and for the first time. None of
             their parameters is expected to get another gradient.
         """
-        grad = p.param.grad
-        if grad is None:
+        if p.param.grad is None:
             return []
+        for index, _ in p.places:  # here Ctrl-C leaves the gradient where it is
+            self._worker.wait_bucket(self._arenas.buckets[index])
+        with uninterrupted():  # half of it taken would be lost, or added a second time
+            return self._take(p, p.param.grad, last)
+
+    def _take(self, p: ManagedParam, grad: torch.Tensor, last: bool) -> list[BucketState]:
         # Slots, partial sums and held gradients are ordered on one stream at a time: a gradient that comes on another
         # one first waits for all that was done on the last.
         self._stream = self._device.continue_from(self._stream)
@@ -85,7 +91,7 @@ class GradientCollector:
         again = p.index in self.collected
         if p.index in self._final and not self._warned:
             self._warned = True
-            warnings.warn(SECOND_BACKWARD, UserWarning, stacklevel=2)
+            warnings.warn(SECOND_BACKWARD, UserWarning, stacklevel=3)
         self._live.add(p.index)
         if last:
             self._final.add(p.index)
@@ -95,14 +101,10 @@ class GradientCollector:
         if len(p.places) != 1:  # in several buckets; an empty parameter is in none
             flat = grad.reshape(-1)
             pieces = [flat[s.offset : s.offset + s.numel] for _, s in p.places]
-        if not pieces:
-            self._has(p)
         filled: list[BucketState] = []
         for (index, segment), piece in zip(p.places, pieces, strict=True):
             state = self._arenas.buckets[index]
             self._land(state, p, segment, piece, again)
-            if piece is pieces[-1]:  # until all of it lies there, Ctrl-C in a wait leaves it where it was
-                self._has(p)
             if len(self._pending[index]) == len(state.layout.segments):
                 with profiled(f"send bucket {index}"):
                     self._flush(state, last=last)
@@ -114,14 +116,16 @@ class GradientCollector:
                     self._sent.add(index)
                 if not state.retained:
                     self._ring.fetch_ahead(self._sent if last else set())
-        return filled
-
-    def _has(self, p: ManagedParam) -> None:
         self.collected.add(p.index)
         p.param.grad = None
+        return filled
 
     def finish(self) -> None:
         """Send what has not been sent, and zero the partial sums of parameters without a gradient in this step."""
+        with uninterrupted():
+            self._finish()
+
+    def _finish(self) -> None:
         self._stream = self._device.continue_from(self._stream)
         for index in list(self._pending):
             self._flush(self._arenas.buckets[index], last=True)
@@ -143,11 +147,12 @@ class GradientCollector:
 
     def discard(self) -> None:
         """Forget every gradient taken since the last step (`zero_grad` without `step`)."""
-        self._ring.close_slots()
-        self._pending.clear()
-        self._unsummed.clear()
-        self._sent.clear()
-        self.consumed()
+        with uninterrupted():  # a slot that is given up half would serve two buckets at once
+            self._ring.close_slots()
+            self._pending.clear()
+            self._unsummed.clear()
+            self._sent.clear()
+            self.consumed()
 
     def _land(self, state: BucketState, p: ManagedParam, segment: Segment, piece: torch.Tensor, again: bool) -> None:
         """Put one segment of `p`'s gradient where its bucket is gathered."""
@@ -156,7 +161,7 @@ class GradientCollector:
         if state.retained:
             landing = self._kept[state.index]
         else:
-            slot = self._slot(state)  # may be interrupted by Ctrl-C: nothing is pending until it lies there
+            slot = self._slot(state)
             if not pending:
                 self._ring.begin(state)
             if again and not here:
@@ -176,9 +181,10 @@ class GradientCollector:
         return slot
 
     def _flush(self, state: BucketState, *, last: bool) -> None:
-        """Send a bucket's pending segments on their way, with their partial sums if these are the final gradients."""
-        if not state.retained:
-            self._worker.wait_bucket(state)  # may be interrupted by Ctrl-C: nothing has changed until here
+        """Send a bucket's pending segments on their way, with their partial sums if these are the final gradients.
+
+        The worker is done with what the bucket held before: nothing is pending whose `take` has not waited for that.
+        """
         segments = self._pending.pop(state.index, [])
         whole = len(segments) == len(state.layout.segments)
         if last:
@@ -226,11 +232,12 @@ class GradientCollector:
 
     def give_back(self) -> None:
         """Return every gradient taken since the last step to `p.grad`."""
-        for i in sorted(self.collected):
-            p = self._arenas.params[i]
-            held = self._take_back(p).view(p.param.shape).to(p.param.dtype)
-            p.param.grad = held if p.param.grad is None else p.param.grad + held
-        self.discard()
+        with uninterrupted():
+            for i in sorted(self.collected):
+                p = self._arenas.params[i]
+                held = self._take_back(p).view(p.param.shape).to(p.param.dtype)
+                p.param.grad = held if p.param.grad is None else p.param.grad + held
+            self.discard()
 
     @property
     def device_bytes(self) -> int:
@@ -244,8 +251,3 @@ def _add(target: torch.Tensor, addend: torch.Tensor, dtype: torch.dtype) -> None
         target.add_(addend)
     else:
         target.copy_(target.to(dtype).add_(addend.to(dtype)))
-
-
-def collect_hook(take: Callable[[ManagedParam], None], p: ManagedParam) -> Any:
-    """Register `take` to run when autograd has accumulated `p`'s gradient."""
-    return p.param.register_post_accumulate_grad_hook(lambda _: take(p))

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from superoffload.engine.buckets import ManagedParam
+    from superoffload.engine.stepper import Engine
+
+Collects = Callable[["ManagedParam"], bool | None]
+"""Asked in every gradient hook whether the gradient is taken now, and if so whether by the last backward before the
+step; None leaves it in `p.grad`."""
 
 
 class _AboutBlock:
@@ -87,3 +96,54 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for f in dataclasses.fields(value):
             yield from tensors_in(getattr(value, f.name))
+
+
+def install(engine: Engine, model: nn.Module, collects: Collects, handles: list[Any]) -> None:
+    """Let the blocks' forward and backward, the gradients and the model's `state_dict` tell the engine.
+
+    They hold it weakly, and the method `collects` too: a model must not keep alive an optimizer that everybody else has
+    dropped.
+
+    Args:
+        handles: by which the hooks are removed; added to.
+    """
+    this, wanted = weakref.ref(engine), weakref.WeakMethod(collects)
+
+    def ready(block: int) -> None:
+        if (engine := this()) is not None:
+            engine.ready(block)
+
+    def take(p: ManagedParam) -> None:
+        engine, collects = this(), wanted()
+        if engine is not None:
+            engine.flow.check(p)
+        last = collects(p) if engine is not None and collects is not None else None
+        if engine is not None and last is not None:
+            engine.take(p, last)
+
+    def backward_comes(block: int) -> None:
+        if (engine := this()) is not None:
+            engine.backward_comes(block)
+
+    def left(block: int) -> None:
+        if (engine := this()) is not None:
+            engine.flow.left(block)
+
+    def synchronize() -> None:
+        if (engine := this()) is not None:
+            engine.synchronize()
+
+    untraced: Callable[[int], None] = torch.compiler.disable(ready)  # a host wait cannot be traced
+    for index, block in enumerate(engine.blocks):
+        for module in block.modules:
+            # Before any other pre-hook, which may read the weights (torch's weight_norm does).
+            handles.append(module.register_forward_pre_hook(BlockHook(untraced, index), prepend=True))
+            if engine.plan.flow_blocks:
+                handles.append(module.register_forward_hook(BackwardHook(backward_comes, index), with_kwargs=True))
+        if index in engine.plan.flow_blocks:
+            handles.append(block.modules[-1].register_forward_hook(LeaveHook(left, index)))
+    for p in engine.params:
+        handles.append(p.param.register_post_accumulate_grad_hook(lambda _, p=p: take(p)))
+    for module in model.modules():
+        handles.append(module.register_state_dict_pre_hook(SyncHook(synchronize)))
+        handles.append(module.register_load_state_dict_pre_hook(SyncHook(synchronize)))

@@ -8,9 +8,10 @@ placement's NUMA node before anything touches them, and are touched by many thre
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -126,14 +127,25 @@ class HostMemory:
         if at is None:
             self.pageable_bytes -= size
             return
-        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        _unpin(tensor.data_ptr())
         del self._registered[at]
         self.pinned_bytes -= size
 
+    def lend(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """What unpins a tensor that `zeros` gave, to be called when the device no longer refers to it: until then it
+        stays pinned, also after `release`."""
+        self._registered = [t for t in self._registered if t is not tensor]
+        return functools.partial(_unpin, tensor.data_ptr())
+
     def release(self) -> None:
-        """Unpin everything; the tensors live on as ordinary memory for as long as somebody holds them."""
+        """Unpin everything but what is lent; the tensors live on as ordinary memory for as long as somebody holds
+        them."""
         for tensor in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+            _unpin(tensor.data_ptr())
         self._registered.clear()
         self._bound.clear()
         self.pinned_bytes = self.pageable_bytes = self.bound_bytes = 0
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

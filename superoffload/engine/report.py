@@ -22,7 +22,7 @@ def stats(optimizer: OffloadAdamW) -> Stats:
     engine, records = optimizer.engine, optimizer.ledger
     sequence, norm, coefficient, skipped, skips = engine.worker.wait_verdict(engine.sequence)
     cpu = sum(b.layout.params for b in engine.arenas.cpu_buckets)
-    host, scale = engine.arenas.host, optimizer._loss_scale
+    host, scale = engine.arenas.host, optimizer._scaling.rule
     return Stats(
         step=optimizer._log.steps_before + sequence,
         verdict=verdict_word(skipped=skipped, coefficient=coefficient) if sequence else "none",

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from superoffload.engine.arenas import Arenas
 from superoffload.engine.arguments import Hyper, StepSettings
-from superoffload.engine.buckets import Arenas, BucketState
+from superoffload.engine.buckets import BucketState
 from superoffload.engine.device import Device
 from superoffload.engine.recorder import Recorder
 from superoffload.engine.worker import Verdict

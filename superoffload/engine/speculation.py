@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
+from superoffload.engine.arenas import Arenas
+from superoffload.engine.buckets import BucketState, ManagedParam
 from superoffload.engine.device import Device, copy
 from superoffload.engine.worker import WorkerFace
 

@@ -16,36 +16,36 @@ Thread and stream order, in one place:
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from superoffload.engine.activation_store import ActivationStore
 from superoffload.engine.activations import AppliedPolicies, apply_plan
+from superoffload.engine.arenas import Arenas
 from superoffload.engine.arguments import StepSettings
 from superoffload.engine.blocks import Block
-from superoffload.engine.buckets import Arenas, BucketState, ManagedParam
+from superoffload.engine.buckets import BucketState, ManagedParam
 from superoffload.engine.chunked_head import ChunkedHead
 from superoffload.engine.device import device_for
 from superoffload.engine.flow import Flow
-from superoffload.engine.gradients import GradientCollector, collect_hook
-from superoffload.engine.hooks import BackwardHook, BlockHook, LeaveHook, SyncHook
+from superoffload.engine.gradients import GradientCollector
+from superoffload.engine.hooks import Collects, install
 from superoffload.engine.interrupts import uninterrupted
+from superoffload.engine.readiness import Readiness
 from superoffload.engine.recorder import Recorder, profiled
 from superoffload.engine.retained import RetainedUpdate
 from superoffload.engine.speculation import Speculation
 from superoffload.engine.start import Start
 from superoffload.engine.stats import StepLog
+from superoffload.engine.submission import Submission
 from superoffload.engine.switch_interval import ShortTurns
 from superoffload.engine.weights import Weights, who_reads_what
 from superoffload.engine.worker import Lifeline, WorkerFace
 from superoffload.errors import EngineError, InputError, NotSupported
 from superoffload.gate import Gate
-from superoffload.kernels import native
 from superoffload.layout import Bucket
 from superoffload.plan import Plan
 
@@ -56,8 +56,7 @@ class Engine:
     Args:
         model: hooks are set on its blocks.
         params: what is trained, in the model's order. layouts: their buckets (`buckets.plan_layout`).
-        collects: asked in every gradient hook whether the gradient is taken now, and if so whether by the last backward
-            before the step; None leaves it in `p.grad`.
+        collects: see `hooks.Collects`; held weakly.
         arguments: what a step would be taken with now; asked at the first gradient of a step that may speculate.
         log: what finished steps did; outlives the engine.
         start: where the model computes, and how its weights get there; None leaves it where it is.
@@ -74,7 +73,7 @@ class Engine:
         plan: Plan,
         *,
         trace: bool,
-        collects: Callable[[ManagedParam], bool | None],
+        collects: Collects,
         arguments: Callable[[], StepSettings],
         log: StepLog,
         activations: bool,
@@ -104,44 +103,27 @@ class Engine:
         self.log = log
         self.sequence = 0
         """Steps submitted; the worker's clock. Skipped ones count here, not in `steps`."""
-        # Named devices: the worker reads these on the host, whatever torch's default device is.
-        self.steps = torch.zeros(len(params), dtype=torch.int64, device="cpu")
-        """Adam's step count of each parameter, incremented by the worker when a step is committed."""
-        self._groups = torch.tensor([p.group for p in params], dtype=torch.int32, device="cpu")
-        self._active = [torch.zeros(len(params), dtype=torch.uint8, device="cpu") for _ in range(2)]
-        self._ticket = self.arenas.host.zeros(1, torch.int64, pinned=True)
-        self._ticket_value = 0
-        self._host_partials = self.collector.partials
-        if self.device.is_cuda:
-            self._host_partials = self.arenas.host.zeros(self.arenas.partial_count, torch.float64, pinned=True)
-            self._device_ticket = torch.zeros(1, dtype=torch.int64, device=self.device.device)
-        life.tensors += [self.steps, self._groups, *self._active, self._ticket, self._host_partials]
+        self.submission = Submission(self.params, self.arenas, self.device, self.collector.partials)
+        self.steps = self.submission.steps
+        """Adam's step count of each parameter."""
+        reads, read_buckets, readers = who_reads_what(self.blocks, self.params, self.arenas)
+        self.speculation = Speculation(self.arenas, self.device, self.worker, readers, self.collector.partials,
+                                       self.submission.host_partials)  # fmt: skip
+        life.tensors += [*self.submission.tensors, *self.speculation.tensors]
         self._arguments = weakref.WeakMethod(arguments)
-        self._reads, self._read_buckets, self._readers = who_reads_what(self.blocks, self.params, self.arenas)
-        self.speculation = Speculation(self.arenas, self.device, self.worker, self._readers, self.collector.partials,
-                                       self._host_partials)  # fmt: skip
-        life.tensors += self.speculation.tensors
         self.gate = Gate(plan.speculate, clips=arguments().max_norm is not None)
-        self._waited_s = 0.0
-        self._order = [b.index for b in reversed(self.arenas.buckets) if not b.retained]
         self._retained = RetainedUpdate(self.arenas, self.device, self.collector.partials, self.recorder)
         self.flow = life.flow = Flow(self.blocks, self.arenas, self.device, self.recorder, self.worker, self.weights,
                                      self.speculation, self._retained.homed)  # fmt: skip
-        self._ready: list[dict[int, int]] = [{} for _ in self.blocks]
-        """Block -> stream -> the step whose weights that stream may read."""
-        self._entered: set[int] = set()
-        self._lazy = [False] * len(self.blocks)
-        self._with_gradient: set[int] = set()
-        self._unentered: set[int] = set()
-        self._unsettled = False
+        self.readiness = Readiness(self.blocks, reads, read_buckets, readers, self.arenas, self.device, self.worker,
+                                   self.weights, self.flow, self._retained)  # fmt: skip
         self._announced: dict[int, int] = {}
         """Block -> the graph task of the last backward that announced it."""
-        self._seen = [0] * len(self.params)
-        """Parameter -> the step whose weights a forward has waited for."""
         self._params_of = [[self.params[i] for i in {s.tensor: 0 for s in b.layout.segments}]
                            for b in self.arenas.buckets]  # fmt: skip
         """Parameters with a part in each bucket."""
-        self._install(model, collects, life.handles)
+        install(self, model, collects, life.handles)
+        self.recorder.watch(self.blocks)
         self.activations: AppliedPolicies | None = None
         if activations or plan.compile_blocks:
             self.activations = apply_plan(model, self.blocks, plan, self._activation_store, self.recorder.recompute,
@@ -154,66 +136,11 @@ class Engine:
         arenas = frozenset(b.weights.untyped_storage().data_ptr() for b in self.arenas.buckets)
         return ActivationStore(self.device, self.arenas.host, self.recorder, arenas=arenas, min_bytes=min_bytes)
 
-    # -- hooks ---------------------------------------------------------------------------------------------------------
-
-    def _install(self, model: nn.Module, collects: Callable[[ManagedParam], bool | None], handles: list[Any]) -> None:
-        # The hooks hold the engine weakly: a model must not keep alive an optimizer that everybody else has dropped.
-        this, wanted = weakref.ref(self), weakref.WeakMethod(collects)
-
-        def ready(block: int) -> None:
-            if (engine := this()) is not None:
-                engine.ready(block)
-
-        def take(p: ManagedParam) -> None:
-            engine, collects = this(), wanted()
-            if engine is not None:
-                engine.flow.check(p)
-            last = collects(p) if engine is not None and collects is not None else None
-            if engine is not None and last is not None:
-                engine.take(p, last)
-
-        def backward_comes(block: int) -> None:
-            if (engine := this()) is not None:
-                engine.backward_comes(block)
-
-        def left(block: int) -> None:
-            if (engine := this()) is not None:
-                engine.flow.left(block)
-
-        untraced: Callable[[int], None] = torch.compiler.disable(ready)  # a host wait cannot be traced
-
-        def synchronize() -> None:
-            if (engine := this()) is not None:
-                engine.synchronize()
-
-        for index, block in enumerate(self.blocks):
-            for module in block.modules:
-                # Before any other pre-hook, which may read the weights (torch's weight_norm does).
-                handles.append(module.register_forward_pre_hook(BlockHook(untraced, index), prepend=True))
-                if self.plan.flow_blocks:
-                    handles.append(module.register_forward_hook(BackwardHook(backward_comes, index), with_kwargs=True))
-            if index in self.plan.flow_blocks:
-                handles.append(block.modules[-1].register_forward_hook(LeaveHook(left, index)))
-        for p in self.params:
-            handles.append(collect_hook(take, p))
-        for module in model.modules():
-            handles.append(module.register_state_dict_pre_hook(SyncHook(synchronize)))
-            handles.append(module.register_load_state_dict_pre_hook(SyncHook(synchronize)))
-        self.recorder.watch(self.blocks)
+    # -- what the hooks tell ------------------------------------------------------------------------------------------
 
     def take(self, p: ManagedParam, last: bool) -> None:
         """Gradient hook of a backward whose gradients are taken at once; `last`: the step comes after it."""
-        if p.block not in self._entered:
-            # Its weights were used without its block's forward (a fused loss on `head.weight`, say), so nothing waited
-            # for them. Until a block has been seen to be entered, `step()` itself waits for it.
-            if self._lazy[p.block] and self.sequence not in self._ready[p.block].values():
-                raise EngineError(
-                    f"{p.name} got a gradient although the forward of {self.blocks[p.block].name} did not run",
-                    expected="every weight to be used through its module, as in the steps before",
-                    remedy="Call opt.synchronize() before the first forward that uses weights directly",
-                )
-            self._unentered.add(p.block)
-        self._with_gradient.add(p.block)
+        self.readiness.gradient(p)
         self._after_verdict()
         if last and not self.collector.final_begun:
             self._begin()
@@ -226,9 +153,9 @@ class Engine:
         """The first gradient of the last backward before a step."""
         arguments = self._arguments()
         # The first step shows how often each gradient fires: a weight that is used twice is not complete at once.
-        if arguments is not None and self.sequence and self.gate.open and self._order:
+        if arguments is not None and self.sequence and self.gate.open and self.submission.updates:
             self._adopt_edits()  # made before backward: the step is taken from them
-            self.speculation.begin(self._describe(self.sequence + 1, arguments()))
+            self.speculation.begin(self.submission.describe(self.sequence + 1, arguments()))
 
     def _arrive(self, state: BucketState) -> None:
         if self.speculation.open and state.undo is not None:
@@ -260,33 +187,20 @@ class Engine:
             with profiled("take back speculation"):
                 sent_again = self.speculation.cancel()
             for state in sent_again:
-                for event in state.done:
-                    self.device.compute_waits(event)
                 params = self._params_of[state.index]
-                self._reject([p for p in params if p in edited])
+                self.readiness.wait_again(state.index)
+                self.readiness.reject([p for p in params if p in edited])
                 self.weights.bump(params)
-                for block in self._readers[state.index]:
-                    self._ready[block].clear()  # other streams have to wait for these uploads too
-
-    def _reject(self, edited: Sequence[ManagedParam]) -> None:
-        """Take back edits that raced with the worker."""
-        if edited:
-            self.device.synchronize_compute()  # an edit that is still queued would land afterwards
-            self.weights.reject(edited)
-            for p in edited:
-                self.flow.drop(p.block)
 
     def ready(self, block: int) -> None:
         """Make the current stream safe to read `block`'s weights: called before its forward."""
-        if self._unsettled:
-            self._settle_blocks()
+        self.readiness.settle()
         recomputes = torch._C._current_graph_task_id() != -1
         # A forward before step() reads the weights of the last step. One that makes a graph announces a backward more,
         # which adds to gradients that seem complete and may fill a bucket before it does.
         if self.speculation.touches(block) or (self.speculation.open and torch.is_grad_enabled() and not recomputes):
             self.cancel_speculation()
-        self._entered.add(block)
-        self._wait_block(block)
+        self.readiness.enter(block)
         # Inside backward a forward is a recomputation: the blocks before it come next.
         self.flow.use(block, backward=recomputes)
         self.weights.tell_rejected()
@@ -307,29 +221,6 @@ class Engine:
                 self.cancel_speculation()  # a backward more: it reads the weights of the last step
         self.flow.use(block, backward=True)
 
-    def _wait_block(self, block: int) -> None:
-        stream = self.device.stream_id()
-        if self._ready[block].get(stream, 0) == self.sequence:
-            return
-        for index in self._read_buckets[block]:
-            state = self.arenas.buckets[index]
-            if state.retained:
-                self.device.compute_waits(self._retained.homed if state.flow else self._retained.done)
-                continue
-            begin = time.perf_counter()
-            with profiled(f"wait for bucket {index}"):
-                self.worker.wait_bucket(state)
-            self._waited_s += time.perf_counter() - begin
-            for event in state.done:  # both: the last step may have been skipped, and then the one before counts
-                self.device.compute_waits(event)
-        # Once a step: a graph of another stream, or of another block with the same weight, stays as good as this one.
-        new = [p for p in self._reads[block] if self._seen[p.index] != self.sequence]
-        self._reject([p for p in new if self.weights.is_edited(p)])
-        self.weights.bump(new)
-        for p in new:
-            self._seen[p.index] = self.sequence
-        self._ready[block][stream] = self.sequence
-
     def _after_verdict(self) -> None:
         """The last step's partial sums and verdict must be settled before new ones are written."""
         if not self.collector.collected:
@@ -338,9 +229,9 @@ class Engine:
 
     def collect_records(self) -> None:
         """Put what finished steps did into the log; the gate learns from it."""
-        new = self.log.extend(self.worker.take_records(), self._waited_s)
+        new = self.log.extend(self.worker.take_records(), self.readiness.waited_s)
         if new:
-            self._waited_s = 0.0
+            self.readiness.waited_s = 0.0
         for record in new:
             self.gate.observe(record)
 
@@ -373,69 +264,24 @@ class Engine:
         with uninterrupted():
             self._submit(arguments)
         # From here on the step is whole; an interrupted wait is taken up again by the next forward.
-        self._settle_blocks()
+        self.readiness.settle()
         if self.recorder.on:
             self.recorder.keep(self.worker.take_spans(), self.sequence)
         return True
 
     def _submit(self, arguments: StepSettings) -> None:
         sequence = self.sequence + 1
-        # The worker reads this until the step's last bucket. The step before the last is done with the other one: its
-        # successor has been judged.
-        active = self._active[sequence & 1].zero_()
-        active[list(self.collector.collected)] = 1
-        # Taken before the worker may count this step. The verdict of the step before is known, so these are the
-        # counts that a commit will give; on a skip nothing is written and nobody looks at them.
-        counts: list[int] = (self.steps + active).tolist()
-        self._ticket_value += 1  # never twice the same, also when a step fails before it is submitted
-        if self.device.is_cuda:
-            self.device.down.waits_for_compute()
-            with self.device.down.use():
-                self._host_partials.copy_(self.collector.partials, non_blocking=True)
-                self._device_ticket.fill_(self._ticket_value)
-                self._ticket.copy_(self._device_ticket, non_blocking=True)
-            self.device.up.waits_for_compute()  # uploads overwrite weights that this step's backward still reads
-        step = self._describe(sequence, arguments)
-        step.ticket = self._ticket.data_ptr() if self.device.is_cuda else 0
-        step.ticket_value, step.active, step.order = self._ticket_value, active.data_ptr(), self._order
+        step, active, counts = self.submission.prepare(sequence, arguments, self.collector.collected)
         self.flow.forget()  # edits in a slot have been adopted; from here on the homes change
         self.worker.submit(step)
         self.speculation.submitted()
         self.sequence = sequence
         for b in self.arenas.cpu_buckets:
             b.sequence = sequence
-        self._unsettled = True
-        taken: list[int] = active.tolist()
-        self._retained.update(arguments, taken, counts, lambda: self.worker.wait_verdict(self.sequence))
-        self.weights.bump([p for p in self.params if taken[p.index]])
+        self.readiness.submitted(sequence)
+        self._retained.update(arguments, active, counts, lambda: self.worker.wait_verdict(self.sequence))
+        self.weights.bump([p for p in self.params if active[p.index]])
         self.collector.consumed()
-
-    def _describe(self, sequence: int, arguments: StepSettings) -> Any:
-        """A step as the worker wants it, but for what is only known once it is submitted."""
-        d = native.StepDesc()
-        d.sequence = sequence
-        d.partials, d.partial_count = self._host_partials.data_ptr(), self._host_partials.numel()
-        d.max_norm = -1.0 if arguments.max_norm is None else float(arguments.max_norm)
-        d.unscale = arguments.unscale
-        d.steps, d.groups = self.steps.data_ptr(), self._groups.data_ptr()
-        d.param_count = len(self.params)
-        for h in arguments.hyper:
-            d.add_group(*h)
-        return d
-
-    def _settle_blocks(self) -> None:
-        """Blocks seen to be entered before their gradient are waited for by their forward; for the others the step
-        itself waits."""
-        self._unsettled = True
-        for block in self._with_gradient:
-            self._lazy[block] = block not in self._unentered
-        self._with_gradient.clear()
-        self._unentered.clear()
-        for block, lazy in enumerate(self._lazy):
-            if not lazy:
-                self._wait_block(block)
-        self._entered.clear()
-        self._unsettled = False
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -448,7 +294,7 @@ class Engine:
             self.cancel_speculation()
             self.flow.forget()
             for block in range(len(self.blocks)):
-                self._wait_block(block)
+                self.readiness.wait(block)
             self.device.synchronize_compute()
             self.worker.wait_idle()
             self.collect_records()
@@ -460,7 +306,7 @@ class Engine:
             return
         self.cancel_speculation()  # which rejects the edits that raced with it
         for p in self.weights.edited():
-            self._wait_block(p.block)
+            self.readiness.wait(p.block)
             self.weights.adopt(p)
             self.flow.drop(p.block)
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from superoffload.engine.arenas import Arenas
 from superoffload.engine.blocks import Block
-from superoffload.engine.buckets import DTYPES, Arenas, ManagedParam
+from superoffload.engine.buckets import DTYPES, ManagedParam
 from superoffload.errors import EngineError
 
 

@@ -6,35 +6,42 @@ to the engine: garbage collection may clear an engine's attributes in any order.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from superoffload.engine.buckets import Arenas, BucketState
+from superoffload.engine.arenas import Arenas
+from superoffload.engine.buckets import BucketState
 from superoffload.engine.device import Device
+from superoffload.engine.interrupts import uninterrupted
 from superoffload.engine.recorder import Recorder
+from superoffload.engine.stats import NativeRecord
 from superoffload.errors import EngineError
 from superoffload.kernels import native
 
 if TYPE_CHECKING:
     from superoffload.engine.flow import Flow
 
+T = TypeVar("T")
 Verdict = tuple[int, float, float, bool, int]
 """Sequence, gradient norm before clipping, clip coefficient, whether it was skipped, how many were skipped so far."""
 
 
 class WorkerFace:
-    """Calls of the worker that raise EngineError with the worker's own words."""
+    """Calls of the worker that raise EngineError with the worker's own words, and in a forked child, where its thread
+    does not live and its lock may be held for ever."""
 
     def __init__(self, threads: int, arenas: Arenas, device: Device, *, trace: bool):
+        self._process = os.getpid()
         self._native = native.Worker(threads, device.cuda_api, list(arenas.host.placement.cores))
         self._native.set_buckets(arenas.describe(device))
         self._native.trace(trace)
-        self.take_spans = self._native.take_spans
-        self.take_records = self._native.take_records
-        self.set_delay_us = self._native.set_delay_us
         self.close = self._native.close
+        self.submitted = 0
+        """The last step that was."""
 
     def begin(self, step: Any) -> None:
         """Open a step for speculation."""
@@ -51,12 +58,13 @@ class WorkerFace:
 
     def submit(self, step: Any) -> None:
         self._call(self._native.submit, step)
+        self.submitted = step.sequence
 
     def wait_verdict(self, sequence: int) -> Verdict:
         """Block until step `sequence` is judged."""
         if sequence:
             self._call(self._native.wait_verdict, sequence)
-        return self._native.verdict()
+        return self.verdict()
 
     def wait_bucket(self, state: BucketState) -> None:
         """Block until the last update of a bucket is done and its upload enqueued."""
@@ -65,27 +73,38 @@ class WorkerFace:
 
     def bucket_done(self, state: BucketState) -> bool:
         """Whether `wait_bucket` would not block."""
-        done = True
-        if state.sequence:
-
-            def ask() -> None:
-                nonlocal done
-                done = self._native.bucket_done(state.index, state.sequence)
-
-            self._call(ask)
-        return done
+        return not state.sequence or self._call(self._native.bucket_done, state.index, state.sequence)
 
     def wait_idle(self) -> None:
         self._call(self._native.wait_idle)
 
     def verdict(self) -> Verdict:
         """Of the last judged step."""
-        return self._native.verdict()
+        return self._call(self._native.verdict)
 
-    @staticmethod
-    def _call(wait: Callable[..., Any], *args: Any) -> None:
+    def take_records(self) -> list[NativeRecord]:
+        """Of the steps that have finished since the last call."""
+        return self._call(self._native.take_records)
+
+    def take_spans(self) -> list[tuple[int, int, int, int, int]]:
+        """What was traced since the last call: kind, bucket, sequence, begin and end in nanoseconds."""
+        return self._call(self._native.take_spans)
+
+    def set_delay_us(self, us: int) -> None:
+        """For tests: sleep so long before each bucket."""
+        self._call(self._native.set_delay_us, us)
+
+    def _call(self, call: Callable[..., T], *args: Any) -> T:
+        if os.getpid() != self._process:
+            raise EngineError(
+                "the optimizer was used in a process that was forked while it was open: its worker runs in the process "
+                "that made it",
+                expected="training in one process",
+                remedy="Make the OffloadAdamW in the process that trains, after the fork; a child that only reads the "
+                "model needs opt.synchronize() before the fork",
+            )
         try:
-            wait(*args)
+            return call(*args)
         except RuntimeError as e:
             raise EngineError(
                 f"the optimizer's worker stopped: {e}",
@@ -94,7 +113,8 @@ class WorkerFace:
 
 
 class Lifeline:
-    """Ends an engine in the right order: hooks off, thread joined, device idle, host memory unpinned.
+    """Ends an engine in the right order: hooks off, the submitted step finished, thread joined, device idle, host
+    memory unpinned.
 
     Registered with `weakref.finalize`, so it runs when the engine is closed, dropped or left at exit, exactly once.
     """
@@ -107,22 +127,35 @@ class Lifeline:
         self.flow: Flow | None = None
         self.tensors: list[torch.Tensor] = []
         """What the worker reads besides the arenas."""
+        self._process = os.getpid()
 
     def end(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-        if self.recorder is not None:
-            self.recorder.close()
-        if self.worker is not None:
-            self.worker.close()
-        try:
-            self.device.close()
+        """All of it, whatever fails and whenever Ctrl-C comes: what is left out now is never done."""
+        if os.getpid() != self._process:  # a forked child has the objects, but neither their thread nor their device
+            if self.worker is not None:
+                self.worker.close()
+            return
+        with uninterrupted(), ExitStack() as last_first:
+            last_first.callback(self.tensors.clear)
+            last_first.callback(self.arenas.host.release)
             if self.flow is not None:
-                self.flow.restore()
-        finally:
-            self.arenas.host.release()
-            self.tensors.clear()
+                last_first.callback(self.flow.restore)
+            last_first.callback(self.device.close)
+            if self.worker is not None:
+                last_first.callback(self.worker.close)
+                # With its verdict known the worker finishes a step; without one it takes it back, although retained
+                # buckets may have taken it on the device.
+                last_first.callback(_judge_last_step, self.worker)
+            if self.recorder is not None:
+                last_first.callback(self.recorder.close)
+            last_first.callback(self.handles.clear)
+            for handle in reversed(self.handles):
+                last_first.callback(handle.remove)
+
+
+def _judge_last_step(worker: WorkerFace) -> None:
+    with suppress(EngineError):  # it has failed, and says so where it is asked
+        worker.wait_verdict(worker.submitted)
 
 
 __all__ = ["Lifeline", "Verdict", "WorkerFace"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from superoffload.progress import progress_bar
-from superoffload.record import write_atomic
+from superoffload.record import finite, write_atomic
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
@@ -53,8 +52,8 @@ class RunLog:
 
     def step(self, row: dict[str, Any]) -> None:
         """Write one step. Numbers that are not finite become null, which every JSON reader takes."""
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._file.write(json.dumps(clean) + "\n")
+        clean = finite(row)
+        self._file.write(json.dumps(clean, allow_nan=False) + "\n")
         self._file.flush()
         self.status |= {k: clean.get(k) for k in ("step", "loss", "lr", "tokens_per_s", "tokens")}
         if time.monotonic() - self._written > 0.5:  # a reader polls every few seconds
@@ -66,7 +65,7 @@ class RunLog:
     def set(self, **fields: Any) -> None:
         """Change the status file."""
         self.status |= {**fields, "updated": time.time()}
-        write_atomic(self.folder / STATUS, json.dumps(self.status, indent=2) + "\n")
+        write_atomic(self.folder / STATUS, json.dumps(finite(self.status), indent=2, allow_nan=False) + "\n")
         self._written = time.monotonic()
 
     def note(self, line: str) -> None:

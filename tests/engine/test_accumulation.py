@@ -3,13 +3,14 @@
 import contextlib
 import functools
 import random
+import signal
 import warnings
 from collections import Counter
 
 import pytest
 import torch
 
-from superoffload.engine import OffloadAdamW
+from superoffload.engine import OffloadAdamW, gradient_ring, gradients
 from superoffload.layout import RING_SLOTS
 from tests.engine.common import batches, digest, llama, run_plan, train
 
@@ -172,7 +173,7 @@ def test_an_interrupted_wait_loses_no_gradient(monkeypatch, retained):
 
             monkeypatch.setattr(engine.worker, "wait_bucket", interrupted)
             order = rng.sample(engine.params, len(engine.params))
-            for p in [*order, *(p for p in order if len(p.places) == 1)]:
+            for p in [*order, *order]:
                 grad = torch.randn(p.param.shape)
                 expected[p.name] = grad + expected[p.name] if p.name in expected else grad
                 p.param.grad = grad.clone()
@@ -185,3 +186,51 @@ def test_an_interrupted_wait_loses_no_gradient(monkeypatch, retained):
             for p in engine.params:
                 assert torch.equal(p.param.grad, expected[p.name]), (nth, p.name)
             opt.zero_grad()
+
+
+@pytest.mark.parametrize("retained", [0, 3])
+def test_an_interrupted_copy_or_sum_counts_once(monkeypatch, request, retained):
+    """Ctrl-C while a gradient is copied or added, also half-way through one that spans buckets: it is taken whole and
+    once, or still in p.grad."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
+    model = torch.nn.ModuleDict({n: torch.nn.Linear(100, w) for n, w in zip("abcd", (400, 150) * 2, strict=True)})
+    done, nth, calls = False, 0, []
+
+    def interrupting(work):
+        def worked(*args):
+            work(*args)
+            calls.append(work)
+            if len(calls) == nth:
+                signal.raise_signal(signal.SIGINT)
+
+        return worked
+
+    for module in (gradients, gradient_ring):
+        monkeypatch.setattr(module, "copy", interrupting(module.copy))
+    monkeypatch.setattr(gradients, "_add", interrupting(gradients._add))
+    while not done:
+        nth, caught, expected = nth + 1, 0, {}
+        calls.clear()
+        with OffloadAdamW(
+            model, accumulate_on="cpu", bucket_mb=0.0625, retained_buckets=retained, speculate="off"
+        ) as opt:
+            collector, params = opt.engine.collector, opt.engine.params
+            assert any(len(p.places) > 2 for p in params)
+            for p in [*params, *params, *params[::-1]]:
+                grad = torch.randn(p.param.shape)
+                expected[p.name] = grad + expected[p.name] if p.name in expected else grad
+                p.param.grad = grad.clone()
+                try:
+                    collector.take(p, last=False)
+                except KeyboardInterrupt:
+                    caught += 1
+                if p.param.grad is not None:
+                    collector.take(p, last=False)
+            done = len(calls) < nth
+            assert caught == (not done)
+            collector.give_back()
+            for p in params:
+                assert torch.equal(p.param.grad, expected[p.name]), (nth, p.name)
+            opt.zero_grad()
+    assert nth > 50

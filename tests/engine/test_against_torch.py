@@ -65,7 +65,7 @@ def test_accumulation(hint):
                 got = train(ours, opt, data, accumulation=3, hint=False)
         else:
             got = train(ours, opt, data, accumulation=3, hint=hint in ("no_sync", "both"))
-            assert not opt._late, "each gradient is taken as the last backward makes it"
+            assert not opt._micro_batches.late, "each gradient is taken as the last backward makes it"
     _compare(theirs, ours, expected, got)
 
 

@@ -285,7 +285,7 @@ def test_the_trace_shows_each_recompute_once():
         steps(model, opt, 3)
         events = opt.trace().events
     assert sorted(e.block for e in events if e.kind == "recompute") == [0, 1, 2, 3]
-    assert sum(e.kind == "forward" for e in events) == 5, "a recompute is not one"
+    assert sum(e.kind == "forward" and e.block >= 0 for e in events) == 5, "a recompute is not one"
 
 
 def test_layers_that_differ_in_a_number_are_compiled_one_by_one(graphs):

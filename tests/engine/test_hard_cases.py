@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from superoffload.engine import OffloadAdamW, buckets
+from superoffload.engine import OffloadAdamW, arenas
 from superoffload.engine.optimizer import optimizer_of
 from superoffload.errors import EngineError, InputError
 from tests.engine.common import batches, digest, llama, train
@@ -94,6 +95,114 @@ def test_a_forked_child_may_leave():
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """)
     assert out.strip() == "7"
+
+
+@pytest.mark.parametrize("state", ["between backward and step", "while an update runs", "synchronized"])
+def test_a_forked_child_that_uses_the_optimizer_is_told(state):
+    """The worker's thread does not live there: nothing would ever end a wait for it."""
+    out = _in_a_process(f"""
+        import os, signal, sys, torch, warnings
+        from superoffload.engine import OffloadAdamW
+        from superoffload.errors import EngineError
+        model, x = torch.nn.Linear(700, 700), torch.ones(1, 700)
+        opt = OffloadAdamW(model, bucket_mb=0.25, speculate="on")
+        def backward():
+            model(x).sum().backward()
+        for _ in range(2):
+            backward()
+            opt.step()
+        opt.synchronize()
+        opt.engine.worker.set_delay_us(3000)
+        state = {state!r}
+        if state != "synchronized":
+            backward()
+        if state == "while an update runs":
+            opt.step()
+        if os.fork() == 0:
+            signal.alarm(20)
+            if state == "synchronized":
+                model(x)
+            for use in (lambda: opt.stats, opt.synchronize, opt.state_dict, model.state_dict, lambda: opt.ledger,
+                        lambda: (backward(), opt.step())):
+                try:
+                    use()
+                    os._exit(3)
+                except EngineError as e:
+                    assert "forked" in str(e) and "synchronize" in str(e), e
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                opt.close()
+            os._exit(7)
+        print(os.waitstatus_to_exitcode(os.wait()[1]))
+        opt.step()
+        backward()
+        opt.step()
+        opt.synchronize()
+        print(opt.stats.step)
+    """)
+    assert out.split() == ["7", "4" if state != "synchronized" else "3"]
+
+
+def test_a_submitted_step_is_finished_before_its_verdict_is_known_too():
+    """Dropped right after step(): the device may already have taken the step in the buckets that it retains."""
+
+    def run(ending):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(700, 700, bias=False)
+        opt = OffloadAdamW(model, bucket_mb=0.25, lr=0.1)
+        for _ in range(3):
+            opt.engine.worker.set_delay_us(5000)
+            model(torch.ones(1, 700)).sum().backward()
+            opt.step()
+        if ending == "drop":
+            del opt
+            gc.collect()
+        else:
+            opt.synchronize()
+        return model.weight.detach().clone()
+
+    for _ in range(5):
+        assert torch.equal(run("drop"), run("synchronize"))
+
+
+def test_ctrl_c_while_an_optimizer_closes_leaves_nothing_open(request):
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
+    model = llama(torch.bfloat16)
+    opt = make(model, flow_blocks=(1, 2))
+    train(model, opt, DATA[:2])
+    engine = opt.engine
+
+    class Handle:
+        def remove(self):
+            signal.raise_signal(signal.SIGINT)
+
+    life = engine.close.peek()[1].__self__
+    life.handles.insert(0, Handle())
+    with pytest.raises(KeyboardInterrupt):
+        opt.close()
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert engine.arenas.host.pageable_bytes == 0
+    with pytest.raises(EngineError, match="closed"):
+        engine.worker.wait_idle()
+    homes = {b.weights.untyped_storage().data_ptr() for b in engine.arenas.buckets if b.flow}
+    assert homes and not any(p.untyped_storage().data_ptr() in homes for p in model.parameters())
+
+
+def test_a_part_that_cannot_be_ended_does_not_keep_the_others():
+    model = llama(torch.bfloat16)
+    opt = make(model)
+    train(model, opt, DATA[:1])
+    engine = opt.engine
+
+    class Handle:
+        def remove(self):
+            raise OSError("cannot be removed")
+
+    engine.close.peek()[1].__self__.handles.insert(0, Handle())
+    with pytest.raises(OSError, match="cannot be removed"):
+        opt.close()
+    assert not any(m._forward_pre_hooks for m in model.modules()) and engine.arenas.host.pageable_bytes == 0
 
 
 def test_dropped_optimizers_leave_no_hooks():
@@ -316,7 +425,7 @@ def test_an_error_in_a_step_leaves_the_engine_usable(monkeypatch):
     with make(model) as opt:
         train(model, opt, DATA[:1])
         with monkeypatch.context() as patch:
-            patch.setattr(opt.engine, "_describe", lambda *a: 1 / 0)
+            patch.setattr(opt.engine.submission, "describe", lambda *a: 1 / 0)
             model(input_ids=DATA[1], labels=DATA[1]).loss.backward()
             with pytest.raises(ZeroDivisionError):
                 opt.step()
@@ -407,26 +516,26 @@ def test_an_empty_parameter_is_in_no_bucket():
 
 def test_old_weights_go_while_the_new_arenas_come(monkeypatch):
     """A model on the GPU must not need its weights' memory twice to be trained."""
-    monkeypatch.setattr(buckets, "ARENA_BYTES", 1 << 30)
+    monkeypatch.setattr(arenas, "ARENA_BYTES", 1 << 30)
     model = llama()
     with OffloadAdamW(model, lr=1e-3, bucket_mb=0.05) as opt:
         losses = train(model, opt, batches(2))
         one = digest(model, opt)
 
-    monkeypatch.setattr(buckets, "ARENA_BYTES", 40_000)
+    monkeypatch.setattr(arenas, "ARENA_BYTES", 40_000)
     model, old = llama(), []
     for p in model.parameters():
         array = p.detach().numpy().copy()
         p.data = torch.from_numpy(array)
         old.append(weakref.ref(array))
         del array
-    left, adopt = [], buckets.Arenas._adopt
+    left, adopt = [], arenas.Arenas._adopt
 
     def watched(self, arena, alias, starts):
         left.append(sum(a().nbytes for a in old if a() is not None) / sum(p.nbytes for p in model.parameters()))
         return adopt(self, arena, alias, starts)
 
-    monkeypatch.setattr(buckets.Arenas, "_adopt", watched)
+    monkeypatch.setattr(arenas.Arenas, "_adopt", watched)
     with OffloadAdamW(model, lr=1e-3, bucket_mb=0.05) as opt:
         assert len(left) > 5 and left[0] == 1 and all(a > b for a, b in itertools.pairwise(left))
         assert left[-1] < 0.2

@@ -351,8 +351,8 @@ def test_a_worker_failure_surfaces_with_its_own_words_and_nothing_is_saved(tmp_p
     opt = make(model)
     train(model, opt, DATA[:1])
     opt.synchronize()
-    original = opt.engine._describe
-    opt.engine._describe = lambda sequence, arguments: original(
+    original = opt.engine.submission.describe
+    opt.engine.submission.describe = lambda sequence, arguments: original(
         sequence, arguments._replace(hyper=[])
     )  # no hyperparameters for any group
     model(input_ids=DATA[1], labels=DATA[1]).loss.backward()

@@ -120,3 +120,23 @@ def test_other_dtypes_are_not_scaled():
         assert opt.scale_loss(loss) is loss
         assert opt.stats.loss_scale == 1.0
         assert "loss_scale" not in opt.state_dict()
+
+
+def test_ctrl_c_while_step_waits_for_its_update_leaves_the_verdict_to_be_learned():
+    model = llama(torch.float16)
+    with OffloadAdamW(model, lr=1e-3, bucket_mb=0.05, max_grad_norm=1.0) as opt:
+        for _ in range(2):
+            loss = model(input_ids=DATA[0], labels=DATA[0]).loss
+            opt.scale_loss(loss * math.inf).backward()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(opt.engine.readiness, "settle", _ctrl_c)
+                with pytest.raises(KeyboardInterrupt):
+                    opt.step()
+            opt.zero_grad()
+            opt.learn_loss_scale()
+        assert opt.stats.skipped == 2
+        assert opt.stats.loss_scale == INITIAL / 2, "the second overflow halves it"
+
+
+def _ctrl_c():
+    raise KeyboardInterrupt

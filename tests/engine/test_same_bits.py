@@ -100,11 +100,11 @@ def test_a_checkpoint_resumes_under_another_plan(tmp_path):
 
 
 def test_the_fallback_trains_to_the_same_bits(monkeypatch):
-    from superoffload.engine import buckets, device, stepper, worker
+    from superoffload.engine import arenas, device, submission, worker
     from superoffload.kernels import fallback as numpy_kernels
 
     expected = reference(torch.bfloat16)
-    for module in (buckets, device, stepper, worker):
+    for module in (arenas, device, submission, worker):
         monkeypatch.setattr(module, "native", numpy_kernels)
     for kwargs in ({}, {"bucket_mb": 0.05, "cast_up": "gpu", "cast_down": "cpu", "retained_buckets": 2}):
         assert run_plan(torch.bfloat16, DATA, **kwargs) == expected

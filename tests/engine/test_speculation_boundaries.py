@@ -159,7 +159,7 @@ def test_two_forwards_and_then_two_backwards_raise_where_autograd_cannot_tell(qu
             opt.step()
             opt.zero_grad()
         opt.synchronize()
-        opt.engine._lazy = [False] * len(opt.engine.blocks)
+        opt.engine.readiness.lazy = [False] * len(opt.engine.blocks)
         first, second = (model(x, x).loss for x in DATA[2:4])
         before = weights(model)
         first.backward()

@@ -79,6 +79,37 @@ def test_a_module_shared_between_checkpointed_segments_in_some_steps():
     assert speculated[4] > 5 and speculated[6] > 5, "and one that fired twice is left to step()"
 
 
+@pytest.mark.filterwarnings("ignore:a second backward ran")
+def test_ctrl_c_in_step_forgets_nothing_about_what_fires_twice():
+    """step() is called again after it; the next backward must know which weights are complete only at its end."""
+    x = torch.randn(8, 4, 128, generator=torch.Generator().manual_seed(0))
+    uses = [(3,), (3,), (0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 3)]
+
+    def run(interrupted):
+        torch.manual_seed(0)
+        model = Shared()
+        with make(model, lr=1e-2, bucket_mb=0.06) as opt:
+            for i, used in enumerate(uses):
+                model(x[i], used).backward()
+                opt.engine.worker.wait_idle()
+                if i == interrupted:
+                    with pytest.MonkeyPatch.context() as patch:
+                        patch.setattr(opt.engine.worker, "wait_bucket", _ctrl_c)
+                        with pytest.raises(KeyboardInterrupt):
+                            opt.step()
+                opt.step()
+                opt.zero_grad()
+            return digest(model, opt), [r.speculated for r in opt.ledger]
+
+    expected = run(None)
+    assert expected[1][4] > 5
+    assert run(3) == expected
+
+
+def _ctrl_c(state):
+    raise KeyboardInterrupt
+
+
 def test_a_tied_head_alone_reads_the_last_step():
     """The weight belongs to the embedding's block, and the head's own norm is frozen: it has none itself."""
     seen = []

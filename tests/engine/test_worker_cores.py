@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from superoffload.engine import OffloadAdamW, buckets
+from superoffload.engine import OffloadAdamW, arenas
 from superoffload.engine.placement import Placement
 from superoffload.kernels import available_core_list
 from superoffload.topology import parse_cpu_list
@@ -25,7 +25,7 @@ def cores_of(name: str) -> list[tuple[int, ...]]:
 
 
 def train(cores: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    monkeypatch.setattr(buckets, "place", lambda device, threads: Placement(cores, None, 0, "a test"))
+    monkeypatch.setattr(arenas, "place", lambda device, threads: Placement(cores, None, 0, "a test"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 700), nn.Linear(700, 300))
     optimizer = OffloadAdamW(model, lr=1e-2, max_grad_norm=0.1, adam_threads=3, bucket_mb=0.5)

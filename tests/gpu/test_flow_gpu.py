@@ -43,6 +43,22 @@ def test_the_gpu_reads_and_writes_pinned_memory_as_its_own():
     memory.release()
 
 
+def test_a_state_dict_that_is_kept_past_close_can_be_read():
+    model = deep()
+    opt = OffloadAdamW(model, flow_blocks=(1, 2, 3), bucket_mb=0.04)
+    train(model, opt, data()[:2])
+    kept = model.state_dict()
+    before = {name: t.cpu() for name, t in kept.items()}
+    opt.close()
+    del opt
+    train(model, torch.optim.AdamW(model.parameters()), data()[2:3])  # other memory, other kernels
+    flowed = [name for name in kept if ".layers." in name]
+    gc.collect()
+    torch.cuda.synchronize()
+    same = [name for name in flowed if torch.equal(kept[name].cpu(), before[name])]
+    assert len(same) >= 9, "the weights of the blocks that flowed are those of close()"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_flow_changes_no_bit(dtype):
     reference = run(dtype)

@@ -314,10 +314,12 @@ def test_metrics_of_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
     lines = [json.dumps({"step": i}) for i in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "lo')
     log = run_logging.RunLog(tmp_path, steps=5, resume_at=2, progress=False)
-    log.step({"step": 3, "loss": float("nan"), "tokens_per_s": 1.0})
+    log.step({"step": 3, "loss": float("nan"), "tokens_per_s": 1.0, "undone": float("inf"), "share": [float("nan")]})
+    log.set(share=float("inf"))
     log.close()
     assert [r["step"] for r in rows(tmp_path)] == [1, 2, 3]
-    assert rows(tmp_path)[-1]["loss"] is None
+    assert rows(tmp_path)[-1]["loss"] is rows(tmp_path)[-1]["undone"] is None and rows(tmp_path)[-1]["share"] == [None]
+    assert status(tmp_path)["share"] is None
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

@@ -298,6 +298,16 @@ def test_a_bug_is_reported_with_traceback_and_json(
     assert "Traceback" in err
 
 
+def test_a_number_that_is_not_finite_is_null_in_the_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A training whose loss is nan has an answer too."""
+    body = {"last_loss": float("nan"), "rows": [{"speed": float("inf")}, 1.5]}
+    monkeypatch.setattr("superoffload.cli_planning.simulate", lambda args: dict(body))
+    code, out, _ = run("simulate", "--json", capsys=capsys)
+    assert code == 0 and json.loads(out) == {"last_loss": None, "rows": [{"speed": None}, 1.5]}
+
+
 def test_a_reader_that_stops_early_is_no_error() -> None:
     command = f"{sys.executable} -m superoffload simulate {' '.join(SMALL)} --json | head -c 10"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
