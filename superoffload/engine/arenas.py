@@ -8,6 +8,7 @@ on the device.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -137,11 +138,10 @@ class Arenas:
         for dtype, flow in dict.fromkeys((b.dtype, b.flow) for b in layouts):
             mine = [b for b in layouts if (b.dtype, b.flow) == (dtype, flow)]
             for run in [mine] if flow else self._runs(mine):
-                size = sum(b.numel for b in run)
                 if flow:
-                    arena = self.host.zeros(size, DTYPES[dtype], pinned=True)
+                    arena = self.host.zeros(sum(b.numel for b in run), DTYPES[dtype], pinned=True)
                 else:
-                    arena = torch.zeros(size, dtype=DTYPES[dtype], device=device.device)
+                    arena = self._device_arena(run, DTYPES[dtype], device.device)
                 parts = _cut(arena, run)
                 weights |= parts
                 starts = {k: int(part.storage_offset()) for k, part in parts.items()}
@@ -149,6 +149,26 @@ class Arenas:
                 alias = device.alias(arena, then=self.host.lend(arena)) if flow else None
                 self._adopt(arena, alias, starts)
         return weights
+
+    def _device_arena(self, run: Sequence[Bucket], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An arena on the device. Where it has no room beside the weights that are to move in, which buckets that cut
+        through parameters hold together, these wait on the host."""
+
+        def arena() -> torch.Tensor:
+            return torch.zeros(sum(b.numel for b in run), dtype=dtype, device=device)
+
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return arena()
+        first = {b.index for b in run}
+        moving = [p for p in self.params if p.places and p.places[0][0] in first and p.param.device == device]
+        for p in moving:
+            p.point_to(p.param.detach().to("cpu", copy=True))
+        try:
+            return arena()
+        except torch.OutOfMemoryError:
+            for p in moving:
+                p.point_to(p.param.detach().to(device))
+            raise
 
     def _runs(self, layouts: Sequence[Bucket]) -> list[list[Bucket]]:
         """Buckets in pieces of some size that no parameter spans. Weights that lie on the device already go as each

@@ -514,6 +514,35 @@ def test_an_empty_parameter_is_in_no_bucket():
         assert not torch.equal(model.base.weight, before)
 
 
+@pytest.mark.parametrize("refusals", [1, 2])
+def test_weights_wait_on_the_host_where_the_device_has_no_room_for_them_twice(monkeypatch, refusals):
+    model = llama()
+    with OffloadAdamW(model, lr=1e-3, bucket_mb=0.05) as opt:
+        losses, one = train(model, opt, batches(2)), digest(model, opt)
+
+    model, left, zeros = llama(), [refusals], torch.zeros
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    kept = model.lm_head.weight.detach()  # of somebody else: it must not be emptied
+
+    def full(*size, **kwargs):
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("no room")
+        return zeros(*size, **kwargs)
+
+    monkeypatch.setattr(arenas.torch, "zeros", full)
+    if refusals == 1:
+        with OffloadAdamW(model, lr=1e-3, bucket_mb=0.05) as opt:
+            assert torch.equal(kept, before["lm_head.weight"])
+            assert (train(model, opt, batches(2)), digest(model, opt)) == (losses, one)
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            OffloadAdamW(model, lr=1e-3, bucket_mb=0.05)
+        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+        with OffloadAdamW(model, lr=1e-3, bucket_mb=0.05) as opt:
+            assert train(model, opt, batches(2)) == losses
+
+
 def test_old_weights_go_while_the_new_arenas_come(monkeypatch):
     """A model on the GPU must not need its weights' memory twice to be trained."""
     monkeypatch.setattr(arenas, "ARENA_BYTES", 1 << 30)

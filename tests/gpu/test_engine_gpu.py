@@ -205,3 +205,36 @@ def test_a_model_on_a_device_that_is_not_current():
     assert run_plan(torch.bfloat16, data, device=device, **plans[0]) == run_plan(
         torch.bfloat16, data, device=device, **plans[1]
     )
+
+
+def test_a_model_that_fills_more_than_half_of_the_gpu_can_be_taken_over():
+    """Its weights cannot be there twice: they wait on the host while their arena is made."""
+    from torch import nn
+
+    def wide() -> nn.Module:
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            return nn.Sequential(*(nn.Linear(8192, 8192, dtype=torch.bfloat16) for _ in range(16)))  # 2.1 GB
+
+    def run() -> tuple[int, str]:
+        gc.collect()
+        torch.cuda.empty_cache()
+        model = wide()
+        torch.cuda.reset_peak_memory_stats()
+        with OffloadAdamW(model, lr=1e-3, retained_buckets=0) as opt:
+            setup = torch.cuda.max_memory_allocated()
+            model(torch.ones(4, 8192, device="cuda", dtype=torch.bfloat16)).float().square().mean().backward()
+            opt.step()
+            return setup, digest(model, opt)
+
+    weights = 16 * 8192 * 8193 * 2
+    at_ease, reference = run()
+    assert at_ease > 1.9 * weights, "nothing is to be shown where the arena comes in pieces"
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(1.6 * weights / total)
+    try:
+        tight, result = run()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert result == reference
+    assert tight < 1.6 * weights
