@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
+class uninterrupted:
     """Hold back SIGINT until the block has ended. Does nothing off the main thread, where Python delivers no signals,
-    or where somebody outside Python handles SIGINT."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    held: list[tuple[int, Any]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(*held[0])
+    or where somebody outside Python handles SIGINT.
+
+    It stands in every gradient's hook: 0.7 µs off the main thread, where a GPU's backward runs, and 15 µs on it
+    (measured on two CPU cores), most of it Python's search for the handler among its enumerations.
+    """
+
+    __slots__ = ("_handler", "_held")
+
+    def __enter__(self) -> None:
+        self._handler: Any = None
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler):
+            self._held: list[tuple[int, FrameType | None]] = []
+            signal.signal(signal.SIGINT, self._hold)
+            self._handler = handler
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        self._held.append((number, frame))
+
+    def __exit__(self, *exc: object) -> None:
+        if self._handler is None:
+            return
+        signal.signal(signal.SIGINT, self._handler)
+        if self._held:
+            self._handler(*self._held[0])
+
+
+__all__ = ["uninterrupted"]
