@@ -34,7 +34,7 @@ from superoffload.profiling_state import Clock
 from superoffload.units import ADAM_STREAM_BYTES, GB, TERA
 
 SUSTAINED_S = 0.3
-"""Seconds of Adam steps, products or copies in a row: what boost clocks give for 20 ms is not what a training gets."""
+"""Seconds of Adam steps or of copies in a row: what boost clocks give for 20 ms is not what a training gets."""
 CAST_BYTES = 6
 """Bytes per element of a cast from fp32 to 16 bit: read 4, write 2."""
 
@@ -151,7 +151,7 @@ def measure(identity: dict[str, str], progress: Progress) -> Hardware:
         sources={
             "gpu.memory_gb": "reported by the driver" if has_gpu else "host memory: there is no GPU",
             "gpu.peak_bf16_tflops": "vendor's dense bf16 peak" if name in PEAK_BF16_TFLOPS else "not known",
-            "gpu.matmul_bf16_tflops": f"{measured}: bf16 product of random matrices, {SUSTAINED_S:g} s in a row",
+            "gpu.matmul_bf16_tflops": f"{measured}: bf16 product of random matrices",
             "gpu.hbm_gb_per_s": f"{measured}: copy within the device, read and write counted",
             "cpu.adam_gb_per_s": f"{measured}: fp32 AdamW, {params / 1e6:.0f}M parameters, 28 B each",
             "cpu.cast_gb_per_s": f"{measured}: fp32 to bf16, 6 bytes per element",
@@ -193,11 +193,13 @@ def _measure_cast(params: int, threads: int) -> float:
 
 def _measure_matmul(device: torch.device) -> float:
     n = 8192 if device.type == "cuda" else 1024
-    # Random numbers: a GPU draws less power on equal ones, and then multiplies faster than in any training.
+    # Random numbers: a GPU draws less power on equal ones, and multiplies them faster than in any training. And not for
+    # long: between products a training moves bytes, after which the next ones run as the first ones here (an H200: 773
+    # TFLOP/s, 675 after half a second of nothing else; with equal numbers 893 and 776).
     noise = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device, generator=noise) for _ in range(2))
     out = torch.empty_like(a)
-    return 2.0 * n**3 / _sustained_seconds(lambda: torch.mm(a, b, out=out), device) / TERA
+    return 2.0 * n**3 / median_seconds(lambda: torch.mm(a, b, out=out), Clock(device)) / TERA
 
 
 def _sustained_seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -20,22 +20,20 @@ from superoffload.model import BlockShape, ModelSpec, spec
 from superoffload.record import Record
 from superoffload.units import DTYPE_BYTES, GB, TERA
 
-MATMUL_SHARE = 0.92
+MATMUL_SHARE = 0.96
 """Share of `matmul_bf16_tflops` that a model's weight products reach at many tokens."""
 HALF_RATE_TOKENS = 250
 """Tokens at which a weight product runs at half that rate: its time is proportional to tokens + 250."""
-ATTENTION_SHARE = 0.70
+ATTENTION_SHARE = 0.65
 """Rate of fused causal attention against that of weight products."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward against its forward: scores are computed again (FlashAttention)."""
-TRAFFIC_SHARE = 0.57
+TRAFFIC_SHARE = 0.51
 """Share of `hbm_gb_per_s`, that of one large copy, that eager PyTorch's kernels between the products reach."""
 BACKWARD_TRAFFIC = 2.0
 """Bytes that these move in backward, against those of forward."""
-COMPILED_TRAFFIC = 0.40
-"""Share of that traffic, forward and backward, that is left once a layer is compiled and its operations are fused.
-Fitted to two figures of the same H200 (compiled layers, eager embedding, head and loss, no recompute), which it meets
-within 1.4 %: 3.14B, 8,192 tokens: 0.272 s measured, 0.276 estimated; Llama-3-8B, 1 x 8,192: 0.727 and 0.717 s."""
+COMPILED_TRAFFIC = 0.35
+"""Share of that traffic, forward and backward, that is left once a layer is compiled and its operations are fused."""
 LOSS_BYTES_PER_LOGIT = (14, 17)
 """Bytes that float32 cross entropy moves per logit, forward and backward."""
 LOGIT_BYTES = 13
