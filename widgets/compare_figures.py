@@ -13,6 +13,7 @@ from superoffload.tracing import LANES, Trace
 from superoffload.widgets import view_models as vm
 from superoffload.widgets.compare_views import SweepView
 from superoffload.widgets.figures import LANE_HEIGHT, Spec, _base, _wrap, timeline_spec
+from superoffload.widgets.page_figure import PageFigure
 from superoffload.widgets.theme import PAPER, SEQUENTIAL, Theme, text_on
 
 ROW_PIXELS = 13
@@ -27,7 +28,7 @@ def drawn(traces: Mapping[str, Trace]) -> list[tuple[int, Trace]]:
 
 def compare_figure(traces: Mapping[str, Trace], *, theme: Theme = PAPER) -> go.Figure:
     """Timelines of several plans, see `compare_spec`."""
-    return go.Figure(compare_spec(traces, theme=theme))
+    return PageFigure(compare_spec(traces, theme=theme))
 
 
 def compare_spec(traces: Mapping[str, Trace], *, theme: Theme = PAPER) -> Spec:
@@ -69,7 +70,7 @@ def compare_spec(traces: Mapping[str, Trace], *, theme: Theme = PAPER) -> Spec:
 
 def sweep_figure(view: SweepView, *, theme: Theme = PAPER, height: int = 330) -> go.Figure:
     """Heat map of a sweep, see `sweep_spec`."""
-    return go.Figure(sweep_spec(view, theme=theme, height=height))
+    return PageFigure(sweep_spec(view, theme=theme, height=height))
 
 
 def sweep_spec(

@@ -17,6 +17,7 @@ from superoffload.memory import Ledger
 from superoffload.tracing import LANE_TITLES, LANES, Trace
 from superoffload.units import GB, format_bytes, format_count, format_seconds
 from superoffload.widgets import view_models as vm
+from superoffload.widgets.page_figure import PageFigure
 from superoffload.widgets.theme import KIND_COLOURS, PAPER, STATE_COLOURS, Theme, memory_colour, text_on
 
 Spec = dict[str, Any]
@@ -73,7 +74,7 @@ def timeline_figure(
     views: Sequence[vm.TimelineView], *, theme: Theme = PAPER, height: int = 300, legend: bool = True
 ) -> go.Figure:
     """Draw one or more traces on their lanes; see `timeline_spec`."""
-    return go.Figure(timeline_spec(views, theme=theme, height=height, legend=legend))
+    return PageFigure(timeline_spec(views, theme=theme, height=height, legend=legend))
 
 
 def timeline_spec(
@@ -316,7 +317,7 @@ def state_figure(
     layers: vm.LayerMap, rows: Sequence[vm.MemoryRow], *, theme: Theme = PAPER, height: int = 260
 ) -> go.Figure:
     """Layer map, bucket strip and memory bars; see `state_spec`."""
-    return go.Figure(state_spec(layers, rows, theme=theme, height=height))
+    return PageFigure(state_spec(layers, rows, theme=theme, height=height))
 
 
 def state_spec(
@@ -398,13 +399,13 @@ def memory_figure(rows: Sequence[vm.MemoryRow], *, theme: Theme = PAPER, height:
         theme,
         height,
         barmode="stack",
-        margin={"l": 60, "r": 100, "t": 12, "b": 28},
+        margin={"l": 60, "r": 124, "t": 12, "b": 28},
         annotations=notes,
         shapes=[_capacity_line("x", "y", theme)],
         xaxis=_percent_axis(reach, theme),
         yaxis=_place_axis(rows),
     )
-    return go.Figure(data=[trace], layout=layout)
+    return PageFigure(data=[trace], layout=layout)
 
 
 def plot_timeline(traces: Trace | Sequence[Trace], *, height: int | None = None, theme: Theme = PAPER) -> go.Figure:

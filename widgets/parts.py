@@ -15,6 +15,7 @@ import ipywidgets as W
 from superoffload.errors import SuperOffloadError
 from superoffload.quickly import without_collecting
 from superoffload.widgets import view_models as vm
+from superoffload.widgets.page_figure import DARK_PAGE, dark_rules
 from superoffload.widgets.theme import KIND_COLOURS
 
 MOST_PAUSE_S = 0.25
@@ -24,7 +25,10 @@ STYLE = Path(__file__).with_name("style.css")
 
 def style_sheet() -> W.HTML:
     """The panels' style sheet as a widget that takes no room."""
-    css = STYLE.read_text(encoding="utf-8")
+    # The kernel draws the figures, and may be busy when a dark page shows the first one: they must be readable until it
+    # learns of the theme.
+    panels = (f"{DARK_PAGE} .so-panel .js-plotly-plot", ".so-panel.so-dark .js-plotly-plot")
+    css = STYLE.read_text(encoding="utf-8") + dark_rules(*panels)
     return W.HTML(
         f"<style>{css}</style>", layout=W.Layout(height="0px", margin="0", min_height="0px", overflow="hidden")
     )
