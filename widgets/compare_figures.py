@@ -10,11 +10,12 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
 from superoffload.tracing import LANES, Trace
-from superoffload.widgets import view_models as vm
+from superoffload.widgets import timeline_views as tv
 from superoffload.widgets.compare_views import SweepView
-from superoffload.widgets.figures import LANE_HEIGHT, Spec, _base, _wrap, timeline_spec
+from superoffload.widgets.figures import Spec, _base, _wrap
 from superoffload.widgets.page_figure import PageFigure
 from superoffload.widgets.theme import PAPER, SEQUENTIAL, Theme, text_on
+from superoffload.widgets.timeline_figures import LANE_HEIGHT, timeline_spec
 
 ROW_PIXELS = 13
 """Height of one plan's row within a lane."""
@@ -38,7 +39,7 @@ def compare_spec(traces: Mapping[str, Trace], *, theme: Theme = PAPER) -> Spec:
     """
     shown = drawn(traces)
     views = [
-        vm.timeline(t, steps=1 if t.source == "measured" else None, max_bars=vm.MAX_BARS // len(shown))
+        tv.timeline(t, steps=1 if t.source == "measured" else None, max_bars=tv.MAX_BARS // len(shown))
         for _, t in shown
     ]
     n = max(1, len(shown))

@@ -14,6 +14,7 @@ import ipywidgets as W
 
 from superoffload.errors import SuperOffloadError
 from superoffload.quickly import without_collecting
+from superoffload.widgets import timeline_views as tv
 from superoffload.widgets import view_models as vm
 from superoffload.widgets.page_figure import DARK_PAGE, dark_rules
 from superoffload.widgets.theme import KIND_COLOURS
@@ -32,6 +33,12 @@ def style_sheet() -> W.HTML:
     return W.HTML(
         f"<style>{css}</style>", layout=W.Layout(height="0px", margin="0", min_height="0px", overflow="hidden")
     )
+
+
+def put(widget: W.HTML, value: str) -> None:
+    """Set a widget's text where it differs: what is equal sends nothing."""
+    if widget.value != value:
+        widget.value = value
 
 
 def escape(text: object) -> str:
@@ -190,7 +197,7 @@ def cards_html(items: tuple[vm.HeadlineItem, ...]) -> str:
 
 def legend_html(kinds: Iterable[str], waits: bool, note: str = "") -> str:
     """The timeline's colours by name; a plotly legend would take three times the room."""
-    chips = [f'<span style="--c:{KIND_COLOURS[k]}">{escape(vm.KIND_TITLES[k])}</span>' for k in kinds]
+    chips = [f'<span style="--c:{KIND_COLOURS[k]}">{escape(tv.KIND_TITLES[k])}</span>' for k in kinds]
     if waits:
         chips.append('<span class="so-wait">Waits</span>')
     if note:

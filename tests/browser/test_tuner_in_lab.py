@@ -63,6 +63,12 @@ def test_a_slider_moved_by_keyboard_changes_the_timeline(new_page: Callable[...,
     page.page.wait_for_timeout(500)
     after = page.trace_data(0, "Adam on CPU", "x")
     assert sum(after) > sum(adam), "fewer retained buckets must give CPU Adam more to do"
+    reach = "document.querySelector('.so-tuner .js-plotly-plot').layout.xaxis.range[1]"
+    one = page.page.evaluate(reach)
+    press(page, ".so-tuner select[aria-label='Steps drawn']", "ArrowDown", 2)
+    page.page.wait_for_function(f"one => {reach} > 2.2 * one", arg=one, timeout=20_000)
+    page.page.wait_for_timeout(300)
+    page.shot("tuner_three_steps")
     panel = page.page.evaluate(
         "(t => [t.offsetWidth, t.offsetHeight, t.scrollWidth])(document.querySelector('.so-tuner'))"
     )
