@@ -314,7 +314,7 @@ def test_export_writes_what_the_panel_shows(tuner: Tuner, tmp_path: Path) -> Non
     assert config == tuner.config
     assert (config.optimizer.lr, config.optimizer.max_grad_norm, config.training.steps) == (2e-4, None, 50)
     assert config.plan == tuner.plan
-    assert f"superoffload train --config '{tmp_path}/my tuned.json' --data DATA.txt --out run/" == panel.command()
+    assert f"superoffload train --config '{tmp_path}/my tuned.json' --data DATA.txt --out run" == panel.command()
     panel.path.value = str(tmp_path)
     panel.write.click()
     assert "is a folder" in panel.messages.value
