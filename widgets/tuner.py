@@ -409,7 +409,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         if self.drawers.is_open("Compare") and self.compare_panel is not None:
             self.compare_panel.follow()
         if self.autotune_panel is not None:
-            self.autotune_panel.offer()
+            self.autotune_panel.form.offer()
         if self.machine_panel is not None:
             self.machine_panel.follow()
 
