@@ -78,6 +78,14 @@ def changes(t: Any, positions: int) -> Iterator[Change]:
     bars = len(t.state.data[2].x)
     for k in range(positions):
         yield "bucket strip", t.state, {"_js2py_pointsCallback": clicked(2, k * (bars - 1) // max(1, positions - 1))}
+    for steps in (1, 2):
+        yield "steps drawn", t.step.steps, {"index": steps}
+    home = c.retained.value
+    for k in range(positions):
+        value = c.retained.max * k // max(1, positions - 1)
+        yield "retained, 3 steps drawn", c.retained, {"value": value}
+    yield "retained, 3 steps drawn", c.retained, {"value": home}
+    yield "steps drawn", t.step.steps, {"index": 0}
     for _ in range(3):
         yield "undo and redo", t.undo, {}
         yield "undo and redo", t.redo, {}

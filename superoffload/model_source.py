@@ -64,6 +64,17 @@ def load(
     return model.to(device).train(), tokenizer
 
 
+def locate(ref: ModelRef | str) -> None:
+    """Raise what `load` would raise for a model that is not there. Nothing is loaded, and nobody is asked over a
+    network: a Hugging Face id is taken for one that exists."""
+    if isinstance(ref, str):
+        ref = _by_name(ref)
+    _require_transformers()
+    made_from_its_shape = ref.init == "random" and _is_preset(ref.source)
+    if not made_from_its_shape and not (ref.source == SMALL and has_pretrained_small()):
+        _resolve(ref)
+
+
 def tokenizer(ref: ModelRef | str) -> Any:
     """Only the tokenizer of `load`."""
     if isinstance(ref, str):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -107,11 +108,29 @@ class Requests:
         return found
 
 
+def train_arguments(
+    config: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    *,
+    steps: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
+) -> list[str]:
+    """What follows ``superoffload train`` on the command line, without ``--out``."""
+    arguments = ["--config", str(config), "--data", str(data)]
+    arguments += [] if steps is None else ["--steps", str(steps)]
+    return arguments + ([] if resume is None else ["--resume", str(resume)])
+
+
+def command_line(arguments: Sequence[str], folder: str | os.PathLike[str]) -> str:
+    """The line for a shell that does what `start` does, except that it stays in the foreground."""
+    return shlex.join(["superoffload", "train", *arguments, "--out", str(folder)])
+
+
 def start(arguments: Sequence[str], folder: str | os.PathLike[str]) -> subprocess.Popen[bytes]:
     """Start `superoffload train` as a process of its own, which goes on when the caller ends.
 
     Args:
-        arguments: what follows ``superoffload train`` on the command line, without ``--out``.
+        arguments: see `train_arguments`.
         folder: of the run. What the process prints goes to `TRAIN_LOG` in it.
     """
     path = Path(folder)
@@ -123,4 +142,16 @@ def start(arguments: Sequence[str], folder: str | os.PathLike[str]) -> subproces
         )
 
 
-__all__ = ["CONTROL", "ENDED", "REQUESTS", "TRAIN_LOG", "Request", "Requests", "ask", "is_going_on", "start"]
+__all__ = [
+    "CONTROL",
+    "ENDED",
+    "REQUESTS",
+    "TRAIN_LOG",
+    "Request",
+    "Requests",
+    "ask",
+    "command_line",
+    "is_going_on",
+    "start",
+    "train_arguments",
+]

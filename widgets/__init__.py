@@ -20,11 +20,12 @@ except ModuleNotFoundError as e:
 
 from superoffload.widgets.autotune import Autotune
 from superoffload.widgets.compare import Compare
-from superoffload.widgets.figures import plot_memory, plot_timeline
+from superoffload.widgets.figures import plot_memory
 from superoffload.widgets.measured_view import plot_measured
 from superoffload.widgets.profile_figures import plot_profile
 from superoffload.widgets.run_figures import plot_loss, plot_run
 from superoffload.widgets.run_panel import RunPanel
+from superoffload.widgets.timeline_figures import plot_timeline
 from superoffload.widgets.tuner import Tuner
 
 __all__ = [

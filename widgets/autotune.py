@@ -14,7 +14,7 @@ from superoffload.autotune import search
 from superoffload.errors import InputError
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
-from superoffload.search_result import OBJECTIVES, SearchResult, Trial
+from superoffload.search_result import SearchResult, Trial
 from superoffload.search_space import AXES
 from superoffload.widgets import compare_views as cv
 from superoffload.widgets import search_views as sv
@@ -24,11 +24,11 @@ from superoffload.widgets.bridge import ThemeBridge
 from superoffload.widgets.live import LiveFigure
 from superoffload.widgets.parts import Guard, Messages, button, escape, style_sheet
 from superoffload.widgets.search_figures import ORDER, search_spec
+from superoffload.widgets.search_form import SearchForm
 
 if TYPE_CHECKING:
     from superoffload.widgets.tuner import Tuner
 
-TRIALS = 300
 DRAW_EVERY_S = 1.0
 """The picture of a search that is under way is drawn anew no oftener than this."""
 PICTURE_HEIGHT = 300
@@ -80,25 +80,7 @@ class Autotune(W.VBox):  # type: ignore[misc]
         self.messages = Messages()
         self._guard = guard = Guard(self.messages)
 
-        def text(label: str, width: str, space: str, told: str) -> W.Text:
-            return W.Text(
-                "", description=label, tooltip=told, layout=W.Layout(width=width, margin="0 6px 0 0"),
-                style={"description_width": space},
-            )  # fmt: skip
-
-        self.objective = W.Dropdown(
-            options=[(sv.OBJECTIVE_TITLES[o], o) for o in OBJECTIVES], description="Find",
-            layout=W.Layout(width="170px", margin="0 6px 0 0"), style={"description_width": "30px"},
-        )  # fmt: skip
-        self.gpu = text("GPU GB", "118px", "54px", "Most memory of the GPU, in decimal GB; empty: all that there is")
-        self.host = text("Host GB", "124px", "58px", "Most memory of the host, in decimal GB; empty: all that there is")
-        self.goal = text("Tokens/s", "118px", "60px", "The least throughput, for the memory objectives")
-        self.tokens = text("Tokens/step", "144px", "80px", "Tokens of an optimizer step, kept by all plans")
-        self.trials = W.BoundedIntText(
-            TRIALS, min=1, max=100_000, description="Plans", tooltip="How many plans are tried at most",
-            layout=W.Layout(width="112px"), style={"description_width": "40px"},
-        )  # fmt: skip
-        self.objective.observe(lambda _: self.offer(), names="value")
+        self.form = SearchForm(lambda: self.profile, tuner)
         self.start = button("Search", "Try many plans in the background", guard(lambda _: self.run()))
         self.start.button_style = "primary"
         self.stop = button("Cancel", "Stop after the present plan", guard(lambda _: self.cancel()))
@@ -122,11 +104,10 @@ class Autotune(W.VBox):  # type: ignore[misc]
             layout=W.Layout(width="290px", flex="0 0 290px", margin="0 0 0 8px"),
         )  # fmt: skip
         self._body = W.HBox([self._picture, side], layout=W.Layout(width="100%", display="none"))
-        row = W.Layout(align_items="center", flex_flow="row wrap", width="100%")
         super().__init__(
             [
                 *before,
-                W.HBox([self.objective, self.gpu, self.host, self.goal, self.tokens, self.trials], layout=row),
+                self.form,
                 W.HBox([self.start, self.stop, self.progress, self.status],
                        layout=W.Layout(align_items="center", width="100%")),
                 self.messages, self._body,
@@ -134,60 +115,11 @@ class Autotune(W.VBox):  # type: ignore[misc]
             layout=W.Layout(width="100%"),
         )  # fmt: skip
         self.add_class("so-autotune")
-        self.offer()
-
-    # ---- what is asked -------------------------------------------------------------------------------------------
 
     @property
     def profile(self) -> Profile:
         """What is searched: the Tuner's model on its present machine, or the profile that was given."""
         return self._tuner.session.profile if self._tuner is not None else self._profile
-
-    def offer(self) -> None:
-        """Say in the empty fields what empty means."""
-        hw = self.profile.hardware
-        shared = hw.shared_memory
-        self.gpu.placeholder = "shared" if shared else f"all {hw.gpu.memory_gb:.4g}"
-        self.gpu.disabled = shared
-        self.host.placeholder = f"all {hw.cpu.memory_gb:.4g}"
-        self.tokens.placeholder = f"{self._usual_tokens():,}"
-        self.goal.layout.display = "none" if self.objective.value == "throughput" else None
-        goal = self._usual_goal()
-        self.goal.placeholder = f"{goal:,}" if goal else "needed"
-
-    def _usual_tokens(self) -> int:
-        return self._tuner.session.plan.tokens_per_step if self._tuner is not None else self._profile.tokens
-
-    def _usual_goal(self) -> int | None:
-        """Nine tenths of what the Tuner shows."""
-        if self._tuner is None or not self._tuner.session.trace.memory.fits:
-            return None
-        return round(0.9 * self._tuner.session.trace.tokens_per_s)
-
-    def asked(self) -> dict[str, Any]:
-        """The search's arguments as the fields say. Raises InputError for what is no number."""
-        objective = self.objective.value
-        arguments: dict[str, Any] = {
-            "objective": objective,
-            "gpu_budget_gb": None if self.gpu.disabled else _number(self.gpu, "the GPU's budget, in GB"),
-            "host_budget_gb": _number(self.host, "the host's budget, in GB"),
-            "tokens": int(_number(self.tokens, "the tokens of a step") or self._usual_tokens()),
-            "trials": self.trials.value,
-        }
-        if objective != "throughput":
-            arguments["tokens_per_s"] = _number(self.goal, "the least tokens/s") or self._usual_goal()
-            if arguments["tokens_per_s"] is None:
-                raise InputError(f"{sv.OBJECTIVE_TITLES[objective]} at how many tokens/s?", remedy="Fill in Tokens/s")
-        if self._tuner is not None:
-            plan, session = self._tuner.session.plan, self._tuner.session
-            if session.why_fixed("micro_batch"):
-                arguments["micro_batch"] = plan.micro_batch  # the Tuner could not show any other
-            if plan.chips > 1 or session.hardware.interconnect is not None:
-                arguments["data_parallel"] = plan.data_parallel  # as with the micro-batch
-                arguments["sequence_parallel"] = plan.sequence_parallel
-            if plan.compile_blocks:
-                arguments["compile_blocks"] = True  # a person's choice, not the search's
-        return arguments
 
     # ---- the search ----------------------------------------------------------------------------------------------
 
@@ -200,8 +132,8 @@ class Autotune(W.VBox):  # type: ignore[misc]
         if self.running:
             raise InputError(f"a search is running ({self._told or 'it has just begun'})",
                              remedy="Wait for it, or cancel it")  # fmt: skip
-        self.offer()
-        profile, arguments = self.profile, self.asked()
+        self.form.offer()
+        profile, arguments = self.profile, self.form.asked()
 
         growing = sv.Growing(
             sv.Frame.of(profile, arguments["objective"], arguments["gpu_budget_gb"], arguments["host_budget_gb"],
@@ -214,7 +146,7 @@ class Autotune(W.VBox):  # type: ignore[misc]
         self._begun, self._drawn_at = growing, 0.0
 
         self._told = ""
-        self.progress.max, self.progress.value = self.trials.value, 0
+        self.progress.max, self.progress.value = self.form.trials.value, 0
         self.progress.layout.visibility = "visible"
         self.stop.disabled = False
         self.status.value = '<div class="so-note" role="status">The planner makes its own plan first …</div>'
@@ -392,17 +324,3 @@ class Autotune(W.VBox):  # type: ignore[misc]
             self._picture.children = [self.figure]
         else:
             self.figure.show_spec(spec)
-
-
-def _number(field: W.Text, what: str) -> float | None:
-    """The field's number, None where it is empty."""
-    text = field.value.replace(",", "").strip()
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise InputError(f'"{field.value}" for {what}', expected="a number above 0, or nothing")
-    return value

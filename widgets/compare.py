@@ -13,6 +13,7 @@ from superoffload.profiler import Profile
 from superoffload.tracing import Trace
 from superoffload.widgets import compare_views as cv
 from superoffload.widgets import theme as themes
+from superoffload.widgets import timeline_views as tv
 from superoffload.widgets import view_models as vm
 from superoffload.widgets.bridge import ThemeBridge
 from superoffload.widgets.compare_figures import compare_spec, drawn
@@ -114,7 +115,7 @@ class Compare(W.VBox):  # type: ignore[misc]
         shown = [t for _, t in drawn(self.traces)]
         kinds = {e.kind for t in shown for e in t.events}
         self.legend.value = legend_html(
-            (k for k in vm.KIND_TITLES if k in kinds), any(t.stalls for t in shown),
+            (k for k in tv.KIND_TITLES if k in kinds), any(t.stalls for t in shown),
             "In each lane from the top: the letters at the right; the stroke in the GPU's lane ends a step",
         )  # fmt: skip
         self.sweeps.draw()

@@ -10,10 +10,12 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
 from superoffload.tracing import LANES, Trace
-from superoffload.widgets import view_models as vm
+from superoffload.widgets import timeline_views as tv
 from superoffload.widgets.compare_views import SweepView
-from superoffload.widgets.figures import LANE_HEIGHT, Spec, _base, _wrap, timeline_spec
+from superoffload.widgets.figures import Spec, _base, _wrap
+from superoffload.widgets.page_figure import PageFigure
 from superoffload.widgets.theme import PAPER, SEQUENTIAL, Theme, text_on
+from superoffload.widgets.timeline_figures import LANE_HEIGHT, timeline_spec
 
 ROW_PIXELS = 13
 """Height of one plan's row within a lane."""
@@ -27,7 +29,7 @@ def drawn(traces: Mapping[str, Trace]) -> list[tuple[int, Trace]]:
 
 def compare_figure(traces: Mapping[str, Trace], *, theme: Theme = PAPER) -> go.Figure:
     """Timelines of several plans, see `compare_spec`."""
-    return go.Figure(compare_spec(traces, theme=theme))
+    return PageFigure(compare_spec(traces, theme=theme))
 
 
 def compare_spec(traces: Mapping[str, Trace], *, theme: Theme = PAPER) -> Spec:
@@ -37,7 +39,7 @@ def compare_spec(traces: Mapping[str, Trace], *, theme: Theme = PAPER) -> Spec:
     """
     shown = drawn(traces)
     views = [
-        vm.timeline(t, steps=1 if t.source == "measured" else None, max_bars=vm.MAX_BARS // len(shown))
+        tv.timeline(t, steps=1 if t.source == "measured" else None, max_bars=tv.MAX_BARS // len(shown))
         for _, t in shown
     ]
     n = max(1, len(shown))
@@ -69,7 +71,7 @@ def compare_spec(traces: Mapping[str, Trace], *, theme: Theme = PAPER) -> Spec:
 
 def sweep_figure(view: SweepView, *, theme: Theme = PAPER, height: int = 330) -> go.Figure:
     """Heat map of a sweep, see `sweep_spec`."""
-    return go.Figure(sweep_spec(view, theme=theme, height=height))
+    return PageFigure(sweep_spec(view, theme=theme, height=height))
 
 
 def sweep_spec(

@@ -1,21 +1,23 @@
-"""Writes the tuned config, a report, a trace and pictures, and shows exactly how to train with the config."""
+"""Writes the tuned config, a report, a trace and pictures; shows exactly how to train with the config, and does it."""
 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import ipywidgets as W
 
+from superoffload.cli_running import require_torch
 from superoffload.config import OptimizerConfig, TrainingConfig, TunedConfig
 from superoffload.errors import InputError
 from superoffload.export import chrome_trace
 from superoffload.record import write_atomic
+from superoffload.run_control import command_line, train_arguments
 from superoffload.widgets.parts import Guard, Messages, button, escape
 from superoffload.widgets.picture import Format, Painter
 from superoffload.widgets.report import Shown, report_html, state_picture, timeline_picture
+from superoffload.widgets.train_row import TrainRow
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -54,7 +56,7 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
         )
         self.data = W.Text(
             "", placeholder="DATA.txt", description="Data", layout=box("220px"), style={"description_width": "30px"},
-            tooltip="Text file or Hugging Face dataset of the run; only used in the command line shown here",
+            tooltip="What the run trains on: text file or folder, Hugging Face data set, or the word sample",
         )  # fmt: skip
         self.write = button("Write config", "Write the tuned config to this file", guard(lambda _: self.export()))
         self.write.button_style = "primary"
@@ -68,6 +70,7 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
         self.png = other("PNG", "Pictures of the timeline and of memory", lambda: self.paint("png"))
         self.svg = other("SVG", "The same pictures as vector graphics", lambda: self.paint("svg"))
         self.lines = W.HTML()
+        self.train = TrainRow(self.prepare_run, guard, self.messages)
         super().__init__(
             [
                 W.HBox(
@@ -77,12 +80,14 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
                     [self.data, self.write, self.report, self.perfetto, self.png, self.svg],
                     layout=W.Layout(flex_flow="row wrap", align_items="center"),
                 ),
+                self.train,
                 self.painter,
                 self.messages,
                 self.lines,
+                self.train.place,
             ]
         )
-        for field in (self.path, self.data):
+        for field in (self.path, self.data, self.train.out):
             field.observe(lambda _: self._show_lines(), names="value")
         self._show_lines()
 
@@ -99,8 +104,8 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
 
     def command(self) -> str:
         """The command line that trains with the exported file."""
-        path, data = self.path.value.strip() or "tuned.json", self.data.value.strip() or "DATA.txt"
-        return f"superoffload train --config {shlex.quote(path)} --data {shlex.quote(data)} --out run/"
+        path, data = Path(self.path.value.strip() or "tuned.json").expanduser(), self.data.value.strip() or "DATA.txt"
+        return command_line(train_arguments(path, data), self.train.folder)
 
     def snippet(self) -> str:
         """The Python lines that do the same in one's own loop."""
@@ -116,6 +121,20 @@ class ExportPanel(W.VBox):  # type: ignore[misc]
         self._write({path: self._look(*self.settings()).config.to_json() + "\n"})
         self._show_lines()
         return path
+
+    def prepare_run(self) -> tuple[Path, str]:
+        """Write the config of a run that could begin here; return its file and the data.
+
+        Raises:
+            SuperOffloadError: what is missing, with its remedy.
+        """
+        path, data, shown = self._target(), self.data.value.strip(), self._look(*self.settings())
+        require_torch("training")
+        from superoffload.train.ready import check_ready
+
+        check_ready(shown.config, data, shown.trace.memory)
+        self._write({path: shown.config.to_json() + "\n"})
+        return path, data
 
     def write_report(self) -> Path:
         """Write the report beside the config's place."""

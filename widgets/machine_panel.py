@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import ipywidgets as W
 
+from superoffload import hardware as hw_module
 from superoffload.hardware import Hardware
 from superoffload.what_if import EDITED, FIGURES, edited
 from superoffload.widgets.parts import Guard, Messages, button, escape
-from superoffload.widgets.session import hardware_choices
 
 SOURCES = {"preset": "published or assumed", "probed": "measured"}
 
@@ -138,3 +138,14 @@ class MachinePanel(W.VBox):  # type: ignore[misc]
     def _reset(self) -> None:
         self._take(self.base)
         self.follow()
+
+
+def hardware_choices(own: Hardware) -> dict[str, Callable[[], Hardware]]:
+    """Machines of the picker by title: the profile's own first, then the presets."""
+    choices: dict[str, Callable[[], Hardware]] = {}
+    names = hw_module.preset_names()
+    if own.name not in names:
+        choices[f"{own.name} ({own.source})"] = lambda: own
+    for name in names:
+        choices[name] = (lambda: own) if name == own.name else (lambda n=name: hw_module.preset(n))  # type: ignore[misc]
+    return choices

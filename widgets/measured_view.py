@@ -9,17 +9,17 @@ import plotly.graph_objects as go
 from superoffload.measured_step import LaneBusy, MeasuredStep
 from superoffload.tracing import LANE_TITLES, Trace
 from superoffload.units import format_off, format_seconds
-from superoffload.widgets import view_models as vm
-from superoffload.widgets.figures import timeline_figure
+from superoffload.widgets import timeline_views as tv
 from superoffload.widgets.parts import escape
 from superoffload.widgets.theme import PAPER, Theme
+from superoffload.widgets.timeline_figures import timeline_figure
 
 HEIGHT = 400
 
 
-def overlay(predicted: Trace, measured: Trace, *, max_bars: int = vm.MAX_BARS) -> list[vm.TimelineView]:
+def overlay(predicted: Trace, measured: Trace, *, max_bars: int = tv.MAX_BARS) -> list[tv.TimelineView]:
     """One step of each trace, with what it overlaps of the step before, so that they can be compared by eye."""
-    return [vm.timeline(t, window=vm.one_step(t), max_bars=max_bars // 2) for t in (predicted, measured)]
+    return [tv.timeline(t, window=tv.one_step(t), max_bars=max_bars // 2) for t in (predicted, measured)]
 
 
 def plot_measured(step: MeasuredStep, *, theme: Theme = PAPER, height: int = HEIGHT) -> go.Figure:

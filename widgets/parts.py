@@ -14,7 +14,9 @@ import ipywidgets as W
 
 from superoffload.errors import SuperOffloadError
 from superoffload.quickly import without_collecting
+from superoffload.widgets import timeline_views as tv
 from superoffload.widgets import view_models as vm
+from superoffload.widgets.page_figure import DARK_PAGE, dark_rules
 from superoffload.widgets.theme import KIND_COLOURS
 
 MOST_PAUSE_S = 0.25
@@ -24,10 +26,19 @@ STYLE = Path(__file__).with_name("style.css")
 
 def style_sheet() -> W.HTML:
     """The panels' style sheet as a widget that takes no room."""
-    css = STYLE.read_text(encoding="utf-8")
+    # The kernel draws the figures, and may be busy when a dark page shows the first one: they must be readable until it
+    # learns of the theme.
+    panels = (f"{DARK_PAGE} .so-panel .js-plotly-plot", ".so-panel.so-dark .js-plotly-plot")
+    css = STYLE.read_text(encoding="utf-8") + dark_rules(*panels)
     return W.HTML(
         f"<style>{css}</style>", layout=W.Layout(height="0px", margin="0", min_height="0px", overflow="hidden")
     )
+
+
+def put(widget: W.HTML, value: str) -> None:
+    """Set a widget's text where it differs: what is equal sends nothing."""
+    if widget.value != value:
+        widget.value = value
 
 
 def escape(text: object) -> str:
@@ -186,7 +197,7 @@ def cards_html(items: tuple[vm.HeadlineItem, ...]) -> str:
 
 def legend_html(kinds: Iterable[str], waits: bool, note: str = "") -> str:
     """The timeline's colours by name; a plotly legend would take three times the room."""
-    chips = [f'<span style="--c:{KIND_COLOURS[k]}">{escape(vm.KIND_TITLES[k])}</span>' for k in kinds]
+    chips = [f'<span style="--c:{KIND_COLOURS[k]}">{escape(tv.KIND_TITLES[k])}</span>' for k in kinds]
     if waits:
         chips.append('<span class="so-wait">Waits</span>')
     if note:

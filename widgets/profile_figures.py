@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from superoffload.profiler_events import ROLES, OperatorTotal, ProfilerSummary, read_profile
 from superoffload.units import format_seconds
 from superoffload.widgets.figures import Spec, _bar, _base
+from superoffload.widgets.page_figure import PageFigure
 from superoffload.widgets.theme import BLUE, GREEN, GREY, ORANGE, PAPER, PURPLE, SKY, VERMILION, Theme
 
 ROLE_TITLES = {"kernel": "GPU kernels", "memcpy": "GPU copies", "memset": "GPU fills", "runtime": "CUDA calls",
@@ -39,7 +40,7 @@ def plot_profile(source: ProfilerSummary | str | os.PathLike[str], *, theme: The
         InputError: no such file, or one that holds no profile.
     """
     summary = source if isinstance(source, ProfilerSummary) else read_profile(source)
-    return go.Figure(profile_spec(summary, theme=theme))
+    return PageFigure(profile_spec(summary, theme=theme))
 
 
 def profile_spec(summary: ProfilerSummary, *, theme: Theme = PAPER) -> Spec:

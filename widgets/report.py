@@ -16,7 +16,8 @@ from superoffload.plan import Plan
 from superoffload.profiler import Profile
 from superoffload.tracing import Trace
 from superoffload.units import format_bytes, format_off, format_seconds
-from superoffload.widgets import figures
+from superoffload.widgets import figures, timeline_figures
+from superoffload.widgets import timeline_views as tv
 from superoffload.widgets import view_models as vm
 from superoffload.widgets.compare_views import FIELD_TITLES
 from superoffload.widgets.compare_views import shown as field_text
@@ -51,9 +52,9 @@ class Shown:
     baseline: vm.Numbers | None = None
 
     @property
-    def views(self) -> list[vm.TimelineView]:
+    def views(self) -> list[tv.TimelineView]:
         """The timeline, with measured steps under the predicted one where there are any."""
-        return [vm.timeline(self.trace)] if self.measured is None else overlay(self.trace, self.measured)
+        return [tv.timeline(self.trace)] if self.measured is None else overlay(self.trace, self.measured)
 
     @property
     def title(self) -> str:
@@ -62,7 +63,7 @@ class Shown:
 
 def timeline_picture(shown: Shown, height: int = 330) -> figures.Spec:
     """The timeline on a white sheet, titled."""
-    return _titled(figures.timeline_spec(shown.views, height=height), shown.title, left=110)
+    return _titled(timeline_figures.timeline_spec(shown.views, height=height), shown.title, left=110)
 
 
 def state_picture(shown: Shown, height: int = 330) -> figures.Spec:
@@ -103,13 +104,13 @@ def report_html(shown: Shown, *, command: str = "", snippet: str = "", now: date
         f'<p class="so-muted">{escape(about)}</p>',
         _numbers(shown),
         "<h2>One step on both processors</h2>",
-        _figure("timeline", figures.timeline_spec(shown.views, height=330, legend=False)),
+        _figure("timeline", timeline_figures.timeline_spec(shown.views, height=330, legend=False)),
         legend_html(
-            (k for k in vm.KIND_TITLES if any(g.kind == k for v in shown.views for g in v.groups)),
+            (k for k in tv.KIND_TITLES if any(g.kind == k for v in shown.views for g in v.groups)),
             bool(trace.stalls),
             "In each lane: predicted above, measured below" if shown.measured is not None else "",
         ),
-        _list(vm.stall_lines(trace) or ("No lane waits.",)),
+        _list(tv.stall_lines(trace) or ("No lane waits.",)),
         "<h2>Where state lives, and what memory it takes</h2>",
         _figure("state", _state_spec(shown, 300)),
         _table(

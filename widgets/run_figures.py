@@ -9,6 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from superoffload.widgets.figures import Spec, _base, _scatter
+from superoffload.widgets.page_figure import PageFigure
 from superoffload.widgets.run_reader import read_run
 from superoffload.widgets.run_views import RunView
 from superoffload.widgets.theme import GREY, KIND_COLOURS, ORANGE, PAPER, PURPLE, SKY, VERMILION, Theme
@@ -22,7 +23,7 @@ def plot_loss(run: Run, *, theme: Theme = PAPER) -> go.Figure:
     Raises:
         InputError: the folder is not a run folder.
     """
-    return go.Figure(loss_spec(_view(run), theme=theme))
+    return PageFigure(loss_spec(_view(run), theme=theme))
 
 
 def plot_run(run: Run, *, theme: Theme = PAPER) -> go.Figure:
@@ -31,7 +32,7 @@ def plot_run(run: Run, *, theme: Theme = PAPER) -> go.Figure:
     Raises:
         InputError: the folder is not a run folder.
     """
-    return go.Figure(run_spec(_view(run), theme=theme))
+    return PageFigure(run_spec(_view(run), theme=theme))
 
 
 def _view(run: Run) -> RunView:

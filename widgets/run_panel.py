@@ -13,7 +13,7 @@ from typing import Any
 import ipywidgets as W
 
 from superoffload.errors import InputError
-from superoffload.run_control import ENDED, TRAIN_LOG, Request, ask, is_going_on, start
+from superoffload.run_control import ENDED, TRAIN_LOG, Request, ask, is_going_on, start, train_arguments
 from superoffload.widgets import theme as themes
 from superoffload.widgets.bridge import ThemeBridge
 from superoffload.widgets.live import LiveFigure
@@ -106,20 +106,8 @@ class RunPanel(W.VBox):  # type: ignore[misc]
             InputError: the folder holds a run that goes on, or one that is over and `resume` does not name it.
         """
         path = Path(folder)
-        if (path / METRICS).exists():
-            status = read_status(path)
-            if is_going_on(status):
-                raise InputError(
-                    f"{path} holds a run that is {status.get('state')}",
-                    remedy=f'Follow it with RunPanel("{path}"), or stop it',
-                )
-            if resume is None:
-                raise InputError(
-                    f"{path} already holds a run", remedy=f'Give another folder, or continue it with resume="{path}"'
-                )
-        arguments = ["--config", str(config), "--data", str(data)]
-        arguments += [] if steps is None else ["--steps", str(steps)]
-        arguments += [] if resume is None else ["--resume", str(resume)]
+        refuse_taken(path, resume is not None)
+        arguments = train_arguments(config, data, steps=steps, resume=resume)
         panel = cls(path, follow=False)
         panel._began, panel._process = time.time(), start(arguments, path)
         panel._say(f"Started as process {panel._process.pid}; loading the model.")
@@ -246,6 +234,22 @@ class RunPanel(W.VBox):  # type: ignore[misc]
         if self._task is not None:
             self._task.cancel()
         super().close()
+
+
+def refuse_taken(folder: Path, resume: bool = False) -> None:
+    """Raise InputError where the folder holds a run that goes on, or one that is over and is not resumed."""
+    if not (folder / METRICS).exists():
+        return
+    status = read_status(folder)
+    if is_going_on(status):
+        raise InputError(
+            f"{folder} holds a run that is {status.get('state')}",
+            remedy=f'Follow it with RunPanel("{folder}"), or stop it',
+        )
+    if not resume:
+        raise InputError(
+            f"{folder} already holds a run", remedy=f'Give another folder, or continue it with resume="{folder}"'
+        )
 
 
 def _last_lines(path: Path, count: int = 3) -> str:

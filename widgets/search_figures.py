@@ -7,6 +7,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from superoffload.widgets.figures import Spec, _base, _scatter, _wrap
+from superoffload.widgets.page_figure import PageFigure
 from superoffload.widgets.search_views import KIND_NAMES, KINDS, FoundView, Kind
 from superoffload.widgets.theme import BLUE, GREEN, GREY, ORANGE, PAPER, VERMILION, Theme
 
@@ -35,7 +36,7 @@ def search_figure(
     view: FoundView, selected: int | None = None, *, theme: Theme = PAPER, height: int = 300
 ) -> go.Figure:
     """Draw a search, see `search_spec`."""
-    return go.Figure(search_spec(view, selected, theme=theme, height=height))
+    return PageFigure(search_spec(view, selected, theme=theme, height=height))
 
 
 def search_spec(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from superoffload import draft as draft_module
-from superoffload import hardware as hw_module
 from superoffload.activation_costs import knows_compiled
 from superoffload.errors import InputError, NotSupported
 from superoffload.graph import buckets_of
@@ -22,47 +19,15 @@ from superoffload.model import ModelSpec
 from superoffload.plan import Plan
 from superoffload.profile_scaling import rescale, retarget
 from superoffload.profiler import Profile, estimate
-from superoffload.record import Record
 from superoffload.tracing import Trace
 from superoffload.widgets import view_models as vm
+from superoffload.widgets.history import History
+from superoffload.widgets.session_file import SavedSession
 
 SHAPE_FIELDS = ("micro_batch", "seq_len")
 """Plan fields that change what a micro-batch costs, so that the profile must be made anew."""
-MAX_UNDO = 200
-SAME_EDIT_S = 1.0
-"""Edits of one field that follow each other faster are one entry of the undo history."""
 SPEC_KEY = "spec"
 """Where an estimate keeps the model's shape."""
-
-
-class SavedSession(Record):
-    """What an autosave file holds."""
-
-    schema_name: ClassVar[str] = "superoffload.tuner_session"
-
-    profile: Profile
-    """The profile that predictions build on: the one that the session was opened with, or corrected since."""
-    uncalibrated: Profile | None = None
-    """That profile before it was corrected, so that a calibration can be taken back in a later session too."""
-    hardware: Hardware
-    plan: Plan
-    baseline: vm.Numbers | None = None
-    baseline_plan: Plan | None = None
-    """Of a modelled baseline: its trace is simulated again."""
-    baseline_hardware: Hardware | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """One state of the undo history."""
-
-    plan: Plan
-    hardware: Hardware
-    topic: str = ""
-    """The knobs that were turned to come here, quick neighbours with the same ones being one entry; empty where it was
-    something else, which is always an entry of its own."""
-    at_s: float = 0.0
-    """Monotonic time of the edit."""
 
 
 class Session:
@@ -112,8 +77,7 @@ class Session:
         """The baseline's trace, where more than its numbers is known."""
         self._pinned_on: Hardware | None = None
         self._keep_baseline(baseline)
-        self._history: list[Edit] = [Edit(self.plan, self.hardware)]
-        self._position = 0
+        self._history = History(self.plan, self.hardware)
         self._draft_above = None
 
     # ---- what is shown -------------------------------------------------------------------------------------------
@@ -230,7 +194,7 @@ class Session:
             self._pin_again(self.pinned.plan, on)
             self.baseline = vm.numbers(self.pinned)
         self.uncalibrated = uncalibrated
-        self._history, self._position = [Edit(self.plan, self.hardware)], 0
+        self._history = History(self.plan, self.hardware)
         self.saver()
 
     def adopt(self, trace: Trace) -> None:
@@ -252,25 +216,25 @@ class Session:
 
     @property
     def can_undo(self) -> bool:
-        return self._position > 0
+        return self._history.can_undo
 
     @property
     def can_redo(self) -> bool:
-        return self._position < len(self._history) - 1
+        return self._history.can_redo
 
     def undo(self) -> None:
         """Go back one edit; nothing happens at the first."""
         if self.can_undo:
-            self._go(self._position - 1)
+            self._go(-1)
 
     def redo(self) -> None:
         if self.can_redo:
-            self._go(self._position + 1)
+            self._go(1)
 
-    def _go(self, position: int) -> None:
-        entry = self._history[position]
+    def _go(self, by: int) -> None:
+        entry = self._history.neighbour(by)
         self._take(entry.plan, entry.hardware)
-        self._position = position
+        self._history.move(by)
         self.saver()
 
     def _become(self, plan: Plan, hardware: Hardware, topic: str = "", trace: Trace | None = None) -> None:
@@ -278,14 +242,7 @@ class Session:
         self._take(plan, hardware, trace)
         if (self.plan, self.hardware) == before:
             return
-        del self._history[self._position + 1 :]
-        # Moving one slider back and forth is one edit: undo leads to where it stood before.
-        now, last = time.monotonic(), self._history[-1]
-        if topic and len(self._history) > 1 and last.topic == topic and now - last.at_s < SAME_EDIT_S:
-            self._history.pop()
-        self._history.append(Edit(self.plan, self.hardware, topic, now))
-        del self._history[:-MAX_UNDO]
-        self._position = len(self._history) - 1
+        self._history.add(self.plan, self.hardware, topic)
         self.saver()
 
     def _take(self, plan: Plan, hardware: Hardware, trace: Trace | None = None) -> None:
@@ -450,14 +407,3 @@ class Session:
 def _as_knobs(fields: dict[str, Any]) -> dict[str, Any]:
     """Plan fields under the names that `make_plan` takes; the shape comes with the profile."""
     return {("flow" if k == "flow_blocks" else k): v for k, v in fields.items() if k not in SHAPE_FIELDS}
-
-
-def hardware_choices(own: Hardware) -> dict[str, Callable[[], Hardware]]:
-    """Machines of the picker by title: the profile's own first, then the presets."""
-    choices: dict[str, Callable[[], Hardware]] = {}
-    names = hw_module.preset_names()
-    if own.name not in names:
-        choices[f"{own.name} ({own.source})"] = lambda: own
-    for name in names:
-        choices[name] = (lambda: own) if name == own.name else (lambda n=name: hw_module.preset(n))  # type: ignore[misc]
-    return choices

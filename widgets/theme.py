@@ -71,6 +71,15 @@ PAPER = Theme("paper", LIGHT.text, LIGHT.muted, LIGHT.grid, LIGHT.lane, LIGHT.st
 THEMES = {t.name: t for t in (LIGHT, DARK, PAPER)}
 
 
+def rgb(colour: str) -> str:
+    """A colour as a browser says it, without its opacity: ``rgb(31, 35, 40)``."""
+    if colour.startswith("#"):
+        parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    else:
+        parts = [int(x) for x in colour[colour.index("(") + 1 :].split(",")[:3]]
+    return f"rgb({', '.join(map(str, parts))})"
+
+
 def text_on(colour: str) -> str:
     """Black or white, whichever reads better on `colour` (relative luminance of WCAG 2)."""
     rgb = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]

@@ -19,7 +19,6 @@ from superoffload.plan import Plan
 from superoffload.profiler import Profile
 from superoffload.simulator import resolve_speculation
 from superoffload.tracing import Trace
-from superoffload.widgets import figures
 from superoffload.widgets import session as sessions
 from superoffload.widgets import theme as themes
 from superoffload.widgets import view_models as vm
@@ -32,10 +31,8 @@ from superoffload.widgets.controls import Controls
 from superoffload.widgets.drawers import Drawer, Drawers
 from superoffload.widgets.export_panel import ExportPanel
 from superoffload.widgets.foot import foot_html
-from superoffload.widgets.live import LiveFigure
 from superoffload.widgets.machine_panel import MachineMenu, MachinePanel
 from superoffload.widgets.measure_panel import MeasurePanel
-from superoffload.widgets.measured_view import overlay
 from superoffload.widgets.opening import autosave_path, check_model, dtype_of, profile_of
 from superoffload.widgets.parts import (
     Guard,
@@ -44,17 +41,16 @@ from superoffload.widgets.parts import (
     button,
     cards_html,
     escape,
-    legend_html,
     loop_runs,
+    put,
     style_sheet,
 )
 from superoffload.widgets.report import Shown
+from superoffload.widgets.step_panel import StepPanel
 
 if TYPE_CHECKING:
     from torch import nn
 
-TIMELINE_HEIGHT, STATE_HEIGHT = 216, 216
-"""Pixels: the whole panel stands on one screen of 1280 × 800."""
 OPEN_WITH_DRAFT_ABOVE = 60_000
 """Operators of a step that takes more than a second to simulate: the Tuner opens with a draft of it."""
 
@@ -157,7 +153,6 @@ class Tuner(W.VBox):  # type: ignore[misc]
         session.saver = self.at_rest.save
         self.controls = Controls(session, self._edits.put, self._guard(self._choose))
         self._title, self._cards = W.HTML(), W.HTML(layout=W.Layout(width="100%", margin="2px 0"))
-        self._legend, self._stalls = (W.HTML(layout=W.Layout(width="100%", margin="0")) for _ in range(2))
         self._foot = W.HTML()
         self.machine = MachineMenu(session.given.hardware, self._guard(self._take_machine))
         self.machine.show(session.hardware)
@@ -183,13 +178,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
             self._guard, self._drawer_opened,
         )  # fmt: skip
         self.what_if, self.compare, self.autotune, self.measure, self.export = self.drawers.toggles.values()
-        self.timeline = LiveFigure(
-            figures.timeline_spec(self._views(), theme=themes.LIGHT, height=TIMELINE_HEIGHT, legend=False)
-        )
-        self.state = LiveFigure(self._state_spec(themes.LIGHT))
-        layer, bucket, mark = self._layer_clicked, self._bucket_clicked, self._mark_clicked
-        for trace, clicked in ((0, layer), (1, layer), (2, bucket), (4, mark)):
-            self.state.on_point(trace, self._guard(clicked))
+        self.step = StepPanel(session, self._guard, self._apply)
+        self.timeline, self.state = self.step.timeline, self.step.state
         tools = W.HBox(
             [self.what_if, self.machine, self.auto, self.undo, self.redo, self.pin,
              self.compare, self.autotune, self.measure, self.export],
@@ -198,11 +188,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self._title.layout.flex = "1 1 0"
         self._title.layout.min_width = "120px"
         head = W.HBox([self._title, tools], layout=W.Layout(width="100%", align_items="center", flex_flow="row wrap"))
-        right = W.VBox(
-            [self.timeline, self._legend, self._stalls, self.state],
-            layout=W.Layout(flex="1 1 0", min_width="0", overflow="hidden", margin="0 0 0 10px"),
-        )
-        body = W.HBox([self.controls, right], layout=W.Layout(width="100%", align_items="flex-start"))
+        body = W.HBox([self.controls, self.step], layout=W.Layout(width="100%", align_items="flex-start"))
         super().__init__(
             [style_sheet(), self._bridge, head, self._cards, self.messages, self.drawers, body, self._foot],
             layout=W.Layout(width="100%"),
@@ -318,26 +304,6 @@ class Tuner(W.VBox):  # type: ignore[misc]
             self.session.unpin()
         self._refresh(figures_too=draft)
 
-    def _layer_clicked(self, trace: Any, points: Any, _: Any) -> None:
-        flow = set(self.session.plan.flow_blocks) ^ self._layers_of(points, "cannot flow")
-        self._apply({"flow_blocks": tuple(sorted(flow))})
-
-    def _mark_clicked(self, trace: Any, points: Any, _: Any) -> None:
-        wanted = set(self.session.recomputed) ^ self._layers_of(points, "is not recomputed")
-        self._apply({"recomputed": tuple(sorted(wanted))})
-
-    def _layers_of(self, points: Any, lacks: str) -> set[int]:
-        for i in points.point_inds:
-            block = self.session.profile.blocks[i]
-            if block.kind != "layer":
-                raise InputError(f"block {i} ({block.name}) {lacks}", expected="a transformer layer")
-        return set(points.point_inds)
-
-    def _bucket_clicked(self, trace: Any, points: Any, _: Any) -> None:
-        s = self.session
-        bars = vm.layer_map(s.profile, s.plan, s.buckets).bucket_bars
-        self._apply({"retained_buckets": len(s.buckets) - bars[min(points.point_inds)].start})
-
     @property
     def export_panel(self) -> ExportPanel | None:
         """None until it was opened; so are the others."""
@@ -414,21 +380,8 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self.machine.show(self.session.hardware)
         self._refresh()
 
-    def _views(self) -> list[vm.TimelineView]:
-        if self.measured is not None:
-            return overlay(self.session.trace, self.measured)
-        return [vm.timeline(self.session.trace)]
-
-    def _state_spec(self, theme: themes.Theme) -> figures.Spec:
-        s = self.session
-        layers = vm.layer_map(s.profile, s.plan, s.buckets)
-        return figures.state_spec(layers, vm.memory_rows(s.trace.memory), theme=theme, height=STATE_HEIGHT)
-
     def _draw_figures(self) -> None:
-        theme = themes.DARK if self._bridge.theme == "dark" else themes.LIGHT
-        views = self._views()
-        self.timeline.show_spec(figures.timeline_spec(views, theme=theme, height=TIMELINE_HEIGHT, legend=False))
-        self.state.show_spec(self._state_spec(theme))
+        self.step.draw(themes.DARK if self._bridge.theme == "dark" else themes.LIGHT)
 
     def _follow_theme(self) -> None:
         self._draw_figures()
@@ -442,26 +395,21 @@ class Tuner(W.VBox):  # type: ignore[misc]
             self.measured = None  # it would be compared with what it is not
         self._publish()
         self.controls.show_plan(self._edits.pending)
-        _put(self._title, f'<div class="so-head"><b>{escape(s.given.model)}</b>'
+        put(self._title, f'<div class="so-head"><b>{escape(s.given.model)}</b>'
              f"<span>{escape(vm.size_line(s.profile))}</span></div>")  # fmt: skip
-        _put(self._cards, cards_html(vm.headline(s.trace, s.baseline)))
-        lines = vm.stall_lines(s.trace) or ("No lane waits.",)
-        _put(self._stalls, '<div class="so-stalls">'
-             + "".join(f'<div title="{escape(x)}">{escape(x)}</div>' for x in lines) + "</div>")  # fmt: skip
-        _put(self._foot, foot_html(s, self.at_rest.draft_is_followed))
+        put(self._cards, cards_html(vm.headline(s.trace, s.baseline)))
+        put(self._foot, foot_html(s, self.at_rest.draft_is_followed))
         self.pin.description = "Pin baseline" if s.baseline is None else "Unpin"
         self.undo.disabled, self.redo.disabled = not s.can_undo, not s.can_redo
         self.messages.state(vm.overflow_line(s.trace.memory) or (s.save_error or ""))
         self.at_rest.shown()
-        kinds = {e.kind for t in (s.trace, self.measured) if t is not None for e in t.events}
-        note = "" if self.measured is None else "In each lane: predicted above, measured below"
-        _put(self._legend, legend_html((k for k in vm.KIND_TITLES if k in kinds), bool(s.trace.stalls), note))
+        self.step.tell(self.measured)
         if figures_too:
             self._draw_figures()
         if self.drawers.is_open("Compare") and self.compare_panel is not None:
             self.compare_panel.follow()
         if self.autotune_panel is not None:
-            self.autotune_panel.offer()
+            self.autotune_panel.form.offer()
         if self.machine_panel is not None:
             self.machine_panel.follow()
 
@@ -487,8 +435,3 @@ class Tuner(W.VBox):  # type: ignore[misc]
             self.messages.error(e, f"A function that observes <code>{name}</code> of this Tuner failed. The plan has "
                                    "been changed all the same. Mend that function, or take it off with "
                                    f"<code>unobserve_all({name!r})</code>.")  # fmt: skip
-
-
-def _put(widget: W.HTML, value: str) -> None:
-    if widget.value != value:
-        widget.value = value

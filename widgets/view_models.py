@@ -5,10 +5,8 @@ Nothing here knows plotly or ipywidgets, so that a test compares records and ano
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,88 +17,15 @@ from superoffload.memory import Ledger, Place
 from superoffload.plan import Plan
 from superoffload.profiler import Profile
 from superoffload.record import Record
-from superoffload.tracing import LANE_TITLES, LANES, Trace, TraceEvent
+from superoffload.tracing import Trace
 from superoffload.units import format_bytes, format_count, format_seconds
 
-KIND_TITLES: dict[str, str] = {
-    "forward": "Forward",
-    "recompute": "Recompute",
-    "backward": "Backward",
-    "gpu_adam": "Adam on GPU",
-    "norm": "Norm",
-    "cast": "Cast on GPU",
-    "copy_down": "Gradients down",
-    "copy_up": "Weights up",
-    "fetch": "Flow fetch",
-    "adam": "Adam on CPU",
-    "cpu_cast": "Cast on CPU",
-    "verdict": "Verdict",
-    "undo": "Undo",
-    "launch": "Launch",
-    "reduce_scatter": "Reduce-scatter",
-    "all_gather": "All-gather",
-    "all_to_all": "All-to-all",
-}
-"""Every kind of span in the order in which the legend lists it."""
-
-MAX_BARS = 1200
-"""Most spans drawn at once: more than a screen has pixels for, few enough for one small message."""
-MAX_STALLS = 60
 MAX_BUCKET_BARS = 600
 """The strip of buckets has a few hundred pixels: of more buckets, neighbours share a bar."""
 
 Verdict = Literal["better", "worse", "same", ""]
 
 GPU_COMPUTE = ("forward", "recompute", "backward")
-
-
-@dataclass(frozen=True, slots=True)
-class BarGroup:
-    """All drawn spans of one kind, as columns of equal length; a span may stand for several merged events."""
-
-    kind: str
-    lane: tuple[int, ...]
-    """Index into LANES."""
-    start_s: tuple[float, ...]
-    duration_s: tuple[float, ...]
-    nbytes: tuple[int, ...]
-    label: tuple[str, ...]
-    """Which buckets or blocks: ``"bucket 12"`` or ``"12 buckets, 3 to 14"``."""
-
-
-@dataclass(frozen=True, slots=True)
-class StallBar:
-    lane: int
-    start_s: float
-    duration_s: float
-    waits_for: str
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineView:
-    """The spans and waits of a window of one trace."""
-
-    label: str
-    """Origin of the numbers and the machine: ``"modelled, gh200"``."""
-    groups: tuple[BarGroup, ...]
-    stalls: tuple[StallBar, ...]
-    step_starts_s: tuple[float, ...]
-    """Where a step begins, in seconds from the beginning of the window."""
-    window_s: float
-    """Length of the window."""
-    merged: int
-    """How many events were merged into a neighbour to keep the drawing bounded."""
-
-    @property
-    def lanes(self) -> int:
-        """How many of LANES, from the first on, are drawn: the last one only where it has spans."""
-        last = len(LANES) - 1
-        return last + any(lane == last for g in self.groups for lane in g.lane)
-
-    @property
-    def bars(self) -> int:
-        return sum(len(g.start_s) for g in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,146 +227,9 @@ def difference(field: str, now: float, before: float | None) -> tuple[str, Verdi
     return text.replace("-", "−"), "better" if (change < 0) == lower_is_better else "worse"
 
 
-def step_starts(trace: Trace) -> dict[int, float]:
-    """Seconds at which the GPU begins each step of the trace, by step number."""
-    first: dict[int, float] = {}
-    for e in trace.events:
-        if e.lane == "gpu" and e.kind in GPU_COMPUTE and e.start_s < first.get(e.step, float("inf")):
-            first[e.step] = e.start_s
-    return dict(sorted(first.items()))
-
-
-def timeline(
-    trace: Trace,
-    *,
-    steps: int | None = None,
-    window: tuple[float, float] | None = None,
-    max_bars: int = MAX_BARS,
-    max_stalls: int = MAX_STALLS,
-) -> TimelineView:
-    """Columns of spans by kind, merged so that at most about `max_bars` are drawn, and cut to a window.
-
-    Neighbours of the same lane and kind are merged only where the gap between them is smaller than the grain of the
-    drawing, so a drawn bar never hides a visible gap.
-
-    Args:
-        trace: simulated or measured.
-        steps: show only the last so many steps.
-        window: show only from, to (seconds of the trace); takes precedence over `steps`.
-        max_bars: bound of what is drawn.
-        max_stalls: the longest so many waits are drawn.
-
-    Returns:
-        The view; its times count from the beginning of the window, so that several views align.
-    """
-    starts = step_starts(trace)
-    end = max([trace.window_s, *(e.end_s for e in trace.events)], default=0.0)
-    if window is None:
-        shown = list(starts.values())[-steps:] if steps else []
-        window = (shown[0] if shown else 0.0, end)
-    lo, hi = window
-    events = [_clip(e, lo, hi) for e in trace.events if e.end_s > lo and e.start_s < hi]
-    events.sort(key=lambda e: (e.kind, e.lane, e.start_s))
-    runs, grain = _merge(events, max_bars, hi - lo)
-    ends = _ends(runs, grain)
-    by_kind: dict[str, list[tuple[list[TraceEvent], float]]] = defaultdict(list)
-    for run, until in zip(runs, ends, strict=True):
-        by_kind[run[0].kind].append((run, until))
-    groups = [
-        BarGroup(
-            kind,
-            tuple(LANES.index(r[0].lane) for r, _ in by_kind[kind]),
-            tuple(r[0].start_s for r, _ in by_kind[kind]),
-            tuple(until - r[0].start_s for r, until in by_kind[kind]),
-            tuple(sum(e.bytes for e in r) for r, _ in by_kind[kind]),
-            tuple(_label(r) for r, _ in by_kind[kind]),
-        )
-        for kind in KIND_TITLES
-        if kind in by_kind
-    ]
-    waits = [s for s in trace.stalls if s.start_s + s.duration_s > lo and s.start_s < hi]
-    longest = sorted(waits, key=lambda s: -s.duration_s)[:max_stalls]
-    stalls = []
-    for s in sorted(longest, key=lambda s: (LANES.index(s.lane), s.start_s)):
-        start, stop = max(s.start_s, lo), min(s.start_s + s.duration_s, hi)
-        stalls.append(StallBar(LANES.index(s.lane), start - lo, stop - start, s.waits_for, s.cause))
-    marks = tuple(t - lo for t in starts.values() if lo <= t < hi)
-    return TimelineView(origin(trace), tuple(groups), tuple(stalls), marks, hi - lo, len(events) - len(runs))
-
-
-def one_step(trace: Trace) -> tuple[float, float]:
-    """The window of one step: all of a measured trace; of a modelled one the first step, and not what it overlaps of
-    the next, since it overlaps the same of the step before. Both begin with the update of the step before, on the GPU
-    and the CPU where measured, and once the GPU has done its part where modelled."""
-    return 0.0, trace.window_s if trace.source == "measured" else min(trace.step_s, trace.window_s)
-
-
-def _clip(e: TraceEvent, lo: float, hi: float) -> TraceEvent:
-    if lo == 0.0 and e.end_s <= hi:
-        return e
-    start, stop = max(e.start_s, lo), min(e.end_s, hi)
-    return TraceEvent(e.lane, e.kind, e.name, start - lo, stop - start, e.bytes, e.block, e.bucket, e.step)
-
-
-def stall_lines(trace: Trace) -> tuple[str, ...]:
-    """The cause of the longest wait of each lane, in the order of the lanes, with what the lane waits in all."""
-    lines = []
-    for lane in LANES:
-        waits = [s for s in trace.stalls if s.lane == lane]
-        if waits:
-            more = f" ({len(waits)} waits, {format_seconds(sum(s.duration_s for s in waits))} in all)"
-            lines.append(max(waits, key=lambda s: s.duration_s).cause + (more if len(waits) > 1 else ""))
-    return tuple(lines)
-
-
-def _merge(events: list[TraceEvent], max_bars: int, span: float) -> tuple[list[list[TraceEvent]], float]:
-    """Runs of neighbours, and the gap up to which they were merged; 0 where nothing was."""
-    begins: list[int] = list(range(len(events)))
-    merged_at, grain = 0.0, span / max_bars
-    spans = [(e.kind, e.lane, e.start_s, e.end_s) for e in events]  # read some ten times each
-    while len(begins) > max_bars and grain <= span:
-        begins, kind, lane, begin, reach = [], "", "", 0.0, 0.0
-        for i, (k, where, start, end) in enumerate(spans):
-            until = reach if reach > end else end
-            if k == kind and where == lane and start - reach <= grain and until - begin <= 4 * grain:
-                reach = until
-            else:
-                begins.append(i)
-                kind, lane, begin, reach = k, where, start, end
-        merged_at, grain = grain, grain * 1.5
-    return [events[a:b] for a, b in itertools.zip_longest(begins, begins[1:])], merged_at
-
-
-def _ends(runs: list[list[TraceEvent]], grain: float) -> list[float]:
-    """Where each run is drawn to end: at the next one of its kind and lane where the gap is no wider than those within
-    the runs, which would else be stripes that mean nothing."""
-    ends = []
-    for run, following in itertools.zip_longest(runs, runs[1:]):
-        end = max(e.end_s for e in run)
-        if following is not None and (following[0].kind, following[0].lane) == (run[0].kind, run[0].lane):
-            end = following[0].start_s if 0.0 < following[0].start_s - end <= grain else end
-        ends.append(end)
-    return ends
-
-
-def _label(run: Iterable[TraceEvent]) -> str:
-    run = list(run)
-    if len(run) == 1:
-        return run[0].name
-    noun = "bucket" if run[0].bucket >= 0 else "block"
-    ids = sorted({e.bucket if noun == "bucket" else e.block for e in run})
-    if ids == [-1]:
-        return f"{len(run)} × {run[0].name}"
-    return f"{noun} {ids[0]}" if len(ids) == 1 else f"{noun}s {ids[0]}–{ids[-1]} ({len(run)})"
-
-
 def size_line(profile: Profile) -> str:
     """One line under the model's name: ``"6.74B parameters, 34 blocks"``."""
     return f"{format_count(profile.params)} parameters, {len(profile.blocks)} blocks"
-
-
-def lane_title(index: int) -> str:
-    return LANE_TITLES[LANES[index]]
 
 
 def overflow_line(ledger: Ledger) -> str:

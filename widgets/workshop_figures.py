@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 from superoffload.tracing import Trace
 from superoffload.units import format_seconds
 from superoffload.widgets.figures import Spec, _bar, _base, _scatter
+from superoffload.widgets.page_figure import PageFigure
 from superoffload.widgets.theme import BLUE, GREEN, ORANGE, PAPER, PURPLE, SKY, VERMILION, Theme
 from superoffload.workshop import LINK_NAMES, LinkPoint
 from superoffload.workshop.storm import StormStep
@@ -60,7 +61,7 @@ def line_figure(
         mark: a place on x and its name, drawn as a vertical line.
     """
     spec = line_spec(series, title=title, x=x, y=y, log_x=log_x, mark=mark, theme=theme, height=height)
-    return go.Figure(spec)
+    return PageFigure(spec)
 
 
 def line_spec(
@@ -123,7 +124,7 @@ def bar_figure(
         theme, title, height, barmode="group", bargap=0.28, xaxis=_axis(theme, "", showgrid=False),
         yaxis=_axis(theme, y, rangemode="tozero"),
     )  # fmt: skip
-    return go.Figure(data=data, layout=layout)
+    return PageFigure(data=data, layout=layout)
 
 
 def _lying_bars(values: Mapping[str, float], title: str, unit: str, theme: Theme, height: int) -> go.Figure:
@@ -139,14 +140,14 @@ def _lying_bars(values: Mapping[str, float], title: str, unit: str, theme: Theme
     )  # fmt: skip
     layout |= {"showlegend": False, "margin": {"l": 225, "r": 40, "t": 34, "b": 42}}
     layout["title"] |= {"x": 0.01, "xref": "container"}
-    return go.Figure(data=[bar], layout=layout)
+    return PageFigure(data=[bar], layout=layout)
 
 
 def storm_figure(
     runs: Mapping[str, Sequence[StormStep]], *, title: str, theme: Theme = PAPER, height: int = 320
 ) -> go.Figure:
     """Draw seconds per step of the same run under several modes; see `storm_spec`."""
-    return go.Figure(storm_spec(runs, title=title, theme=theme, height=height))
+    return PageFigure(storm_spec(runs, title=title, theme=theme, height=height))
 
 
 def storm_spec(runs: Mapping[str, Sequence[StormStep]], *, title: str, theme: Theme = PAPER, height: int = 320) -> Spec:

@@ -130,6 +130,58 @@ def test_a_run_is_started_steered_and_found_again(new_page: Callable[..., Any], 
         one.check_clean()
 
 
+TUNED_HERE = """import torch
+from superoffload import model_source
+from superoffload.widgets import Tuner
+model, _ = model_source.load("tiny", "float32")
+batch = {"input_ids": torch.randint(0, 96, (2, 32))}
+batch["labels"] = batch["input_ids"]
+Tuner(model, batch=batch, model_source="tiny", autosave=False)"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_run_is_started_from_the_tuner(new_page: Callable[..., Any], lab: Any, tuned: Path, dark: bool) -> None:
+    lab.theme("JupyterLab Dark" if dark else "JupyterLab Light")
+    name = "from_tuner_dark" if dark else "from_tuner"
+    try:
+        page = new_page()
+        page.run(f"{name}.ipynb", [TUNED_HERE])
+        page.tuner()
+        p = page.page
+        p.click(".so-tuner button:has-text('Export')")
+        p.click(".so-tuner button:has-text('Train')")  # nothing says what on
+        p.wait_for_selector(".so-tuner .so-msg.error:has-text('no text to train on')", timeout=60_000)
+        page.shot(f"{name}_refused")
+        for label, value in (
+            ("Data", "text.txt"),
+            ("Run folder", name),
+            ("File", f"{name}.json"),
+            ("Steps", "1000000"),
+        ):
+            field = p.locator(f".so-tuner .widget-text:has(label:text-is('{label}')) input").first
+            field.fill(value)
+            field.press("Tab")
+        shown = f"superoffload train --config {name}.json --data text.txt --out {name}"
+        p.wait_for_selector(f".so-tuner .so-code:text-is('{shown}')", timeout=20_000)
+        p.locator(".so-tuner button:has-text('Train')").focus()
+        p.keyboard.press("Enter")
+        p.wait_for_selector(f".so-tuner {MESSAGE}:has-text('Started as process')", timeout=60_000)
+        wait_for_state(page, "running")
+        p.wait_for_selector(".so-tuner .so-run .js-plotly-plot .scatterlayer path", timeout=60_000, state="attached")
+        p.evaluate("document.querySelector('.so-run').scrollIntoView({block: 'end'})")
+        p.wait_for_timeout(1500)
+        page.shot(name)
+        panel = p.evaluate("(t => [t.offsetWidth, t.scrollWidth])(document.querySelector('.so-tuner'))")
+        assert panel[1] <= panel[0] + 1, "something sticks out sideways"
+        p.click(".so-run button:has-text('Stop')")
+        wait_for_state(page, "interrupted")
+        assert steps(tuned / name) >= 1
+        assert json.loads((tuned / f"{name}.json").read_text())["training"]["steps"] == 1_000_000
+        page.check_clean()
+    finally:
+        lab.theme("JupyterLab Light")
+
+
 def storm(folder: Path, **status: Any) -> Path:
     """A long run on a GPU, as its folder: the loss falls, now and then a step is undone."""
     folder.mkdir(exist_ok=True)

@@ -63,6 +63,12 @@ def test_a_slider_moved_by_keyboard_changes_the_timeline(new_page: Callable[...,
     page.page.wait_for_timeout(500)
     after = page.trace_data(0, "Adam on CPU", "x")
     assert sum(after) > sum(adam), "fewer retained buckets must give CPU Adam more to do"
+    reach = "document.querySelector('.so-tuner .js-plotly-plot').layout.xaxis.range[1]"
+    one = page.page.evaluate(reach)
+    press(page, ".so-tuner select[aria-label='Steps drawn']", "ArrowDown", 2)
+    page.page.wait_for_function(f"one => {reach} > 2.2 * one", arg=one, timeout=20_000)
+    page.page.wait_for_timeout(300)
+    page.shot("tuner_three_steps")
     panel = page.page.evaluate(
         "(t => [t.offsetWidth, t.offsetHeight, t.scrollWidth])(document.querySelector('.so-tuner'))"
     )
@@ -256,7 +262,7 @@ def test_a_dark_page_is_readable_while_the_kernel_is_busy(new_page: Callable[...
         page.shot("tuner_dark_busy")
         assert colours[0] == "busy", "the test must look before the cells have run"
         assert all(int(c) < 128 for c in colours[1].strip("rgb()").split(",")), f"a bright grid: {colours[1]}"
-        assert len(colours) > 15 and set(colours[2:]) == {"rgb(167, 176, 188)"}
+        assert len(colours) > 15 and set(colours[2:]) == {"rgb(167, 176, 188)", "rgb(230, 234, 240)"}
         page.check_clean()
     finally:
         lab.theme("JupyterLab Light")

@@ -39,7 +39,7 @@ def opened(tuner: Tuner, trials: int = 40) -> Autotune:
     tuner.autotune.value = True
     panel = tuner.autotune_panel
     assert panel is not None
-    panel.trials.value = trials
+    panel.form.trials.value = trials
     return panel
 
 
@@ -126,7 +126,7 @@ def test_it_finds_what_the_search_finds_and_says_so(profile: Profile, sent: Sent
     panel = Autotune(profile)
     seen: list[Any] = []
     panel.observe(lambda change: seen.append(change["new"]), names="result")
-    panel.gpu.value, panel.trials.value = "24", 60
+    panel.form.gpu.value, panel.form.trials.value = "24", 60
     panel.start.click()
     panel.wait(60)
     again = search(profile, gpu_budget_gb=24, tokens=profile.tokens, trials=60)
@@ -180,7 +180,7 @@ def test_the_picture_grows_and_its_points_load_while_the_search_goes_on(
 
     async def go() -> None:
         panel = opened(tuner, 100_000)
-        panel.gpu.value = "24"
+        panel.form.gpu.value = "24"
         panel.start.click()
         seen: list[int] = []
         began = time.monotonic()
@@ -222,12 +222,12 @@ def test_a_second_search_shows_the_first_until_it_has_something(tuner: Tuner) ->
     panel.wait(60)
     first = panel._view
     assert first is not None and panel._growing is None
-    panel.gpu.value = "500"
+    panel.form.gpu.value = "500"
     panel.start.click()
     panel.wait(60)
     assert "at most 96" in panel.messages.value
     assert panel._view is first and len(panel.found.options) == len(first.points), "a refused search leaves it"
-    panel.gpu.value = "24"
+    panel.form.gpu.value = "24"
     panel.start.click()
     panel.wait(60)
     assert panel.result is not None and panel.result.settings.gpu_budget_gb == 24
@@ -236,7 +236,7 @@ def test_a_second_search_shows_the_first_until_it_has_something(tuner: Tuner) ->
 
 def test_closing_the_panel_ends_the_search(profile: Profile, sent: Sent) -> None:
     panel = Autotune(profile)
-    panel.trials.value = 100_000
+    panel.form.trials.value = 100_000
     panel.run()
     panel.close()
     panel.wait(20)
@@ -260,7 +260,7 @@ def test_messages_are_few_and_small(tuner: Tuner, sent: Sent) -> None:
 
 def test_a_plan_is_loaded_by_list_and_by_click(tuner: Tuner) -> None:
     panel = opened(tuner)
-    panel.gpu.value = "24"
+    panel.form.gpu.value = "24"
     panel.start.click()
     panel.wait(60)
     assert panel.result is not None and panel.figure is not None and panel._view is not None
@@ -287,7 +287,7 @@ def test_a_plan_is_loaded_by_list_and_by_click(tuner: Tuner) -> None:
 
 def test_a_click_on_what_does_not_fit_says_why_and_loads_nothing(tuner: Tuner) -> None:
     panel = opened(tuner, 60)
-    panel.gpu.value = "24"
+    panel.form.gpu.value = "24"
     panel.start.click()
     panel.wait(60)
     assert panel._view is not None
@@ -310,7 +310,7 @@ def click(panel: Autotune, kind: sv.Kind, index: int) -> None:
 
 def test_nothing_that_meets_the_budget_is_said_with_the_nearest(tuner: Tuner) -> None:
     panel = opened(tuner, 30)
-    panel.gpu.value = "2"
+    panel.form.gpu.value = "2"
     panel.start.click()
     panel.wait(60)
     assert panel.result is not None and panel.result.best is None
@@ -329,12 +329,12 @@ def test_nothing_that_meets_the_budget_is_said_with_the_nearest(tuner: Tuner) ->
 )
 def test_what_cannot_be_asked_is_said_in_the_panel(tuner: Tuner, field: str, typed: str, said: str) -> None:
     panel = opened(tuner)
-    getattr(panel, field).value = typed
+    getattr(panel.form, field).value = typed
     panel.start.click()
     panel.wait(60)
     assert said.replace("&#x27;", "'") in panel.messages.value.replace("&#x27;", "'").replace("&quot;", '"')
     assert panel.result is None and not panel.running
-    getattr(panel, field).value = ""
+    getattr(panel.form, field).value = ""
     panel.start.click()
     panel.wait(60)
     assert panel.result is not None, "it works again"
@@ -355,34 +355,34 @@ def test_a_defect_of_the_search_is_shown_and_the_panel_lives(tuner: Tuner, monke
 
 def test_the_least_memory_needs_a_throughput(profile: Profile, tuner: Tuner, sent: Sent) -> None:
     panel = Autotune(profile)
-    panel.objective.value = "gpu_memory"
-    assert panel.goal.layout.display is None
+    panel.form.objective.value = "gpu_memory"
+    assert panel.form.goal.layout.display is None
     panel.start.click()
     assert "Fill in Tokens/s" in panel.messages.value
     inside = opened(tuner)
-    inside.objective.value = "gpu_memory"
-    assert inside.asked()["tokens_per_s"] == round(0.9 * tuner.trace.tokens_per_s)
-    inside.goal.value = "12,345"
-    assert inside.asked()["tokens_per_s"] == 12345
+    inside.form.objective.value = "gpu_memory"
+    assert inside.form.asked()["tokens_per_s"] == round(0.9 * tuner.trace.tokens_per_s)
+    inside.form.goal.value = "12,345"
+    assert inside.form.asked()["tokens_per_s"] == 12345
     panel.close_all()
 
 
 def test_it_asks_for_the_tuners_model_machine_and_batch(tuner: Tuner) -> None:
     panel = opened(tuner)
     tuner.controls.accumulation.value = 2
-    assert panel.asked()["tokens"] == tuner.plan.tokens_per_step == 2 * 4 * 2048
-    assert panel.tokens.placeholder == "16,384"
+    assert panel.form.asked()["tokens"] == tuner.plan.tokens_per_step == 2 * 4 * 2048
+    assert panel.form.tokens.placeholder == "16,384"
     tuner.machine.value = "h200-pcie5"
     assert panel.profile.hardware.name == "h200-pcie5"
-    assert panel.gpu.placeholder == "all 141"
+    assert panel.form.gpu.placeholder == "all 141"
     tuner.machine.value = "laptop"
-    assert panel.gpu.disabled and panel.asked()["gpu_budget_gb"] is None
+    assert panel.form.gpu.disabled and panel.form.asked()["gpu_budget_gb"] is None
 
 
 def test_a_measured_profile_keeps_the_batch_that_its_tuner_can_show(small_profile: Profile, sent: Sent) -> None:
     t = Tuner(small_profile, make_plan(small_profile), autosave=False)
     panel = opened(t, 20)
-    assert panel.asked()["micro_batch"] == small_profile.micro_batch
+    assert panel.form.asked()["micro_batch"] == small_profile.micro_batch
     panel.start.click()
     panel.wait(60)
     panel.load.click()
@@ -412,7 +412,7 @@ def test_without_a_tuner_loading_is_refused_with_words(profile: Profile, sent: S
 
 def test_alone_it_takes_a_tuner_and_follows_the_theme(tuner: Tuner) -> None:
     panel = Autotune(tuner)
-    panel.trials.value = 20
+    panel.form.trials.value = 20
     panel.start.click()
     panel.wait(60)
     panel._bridge.theme = "dark"

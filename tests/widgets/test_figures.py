@@ -13,13 +13,14 @@ from superoffload.memory import Ledger, LedgerItem
 from superoffload.plan import Plan
 from superoffload.profiler import Profile, estimate
 from superoffload.tracing import Trace, TraceEvent
-from superoffload.widgets import figures, theme
+from superoffload.widgets import figures, theme, timeline_figures
+from superoffload.widgets import timeline_views as tv
 from superoffload.widgets import view_models as vm
 from superoffload.widgets.live import same
 
 
 def test_timeline_draws_spans_where_the_trace_has_them(trace: Trace) -> None:
-    fig = figures.timeline_figure([vm.timeline(trace)])
+    fig = timeline_figures.timeline_figure([tv.timeline(trace)])
     adam = next(t for t in fig.data if t.name == "Adam on CPU")
     assert np.allclose(adam.base, [0.071, 0.083, 0.171, 0.183])
     assert np.allclose(adam.x, 0.012)
@@ -30,8 +31,8 @@ def test_timeline_draws_spans_where_the_trace_has_them(trace: Trace) -> None:
 
 
 def test_the_number_of_traces_is_the_same_for_every_trace(trace: Trace, many_events: Trace) -> None:
-    counts = {len(figures.timeline_figure([vm.timeline(t)]).data) for t in (trace, many_events)}
-    counts.add(len(figures.timeline_figure([vm.timeline(trace), vm.timeline(many_events)]).data))
+    counts = {len(timeline_figures.timeline_figure([tv.timeline(t)]).data) for t in (trace, many_events)}
+    counts.add(len(timeline_figures.timeline_figure([tv.timeline(trace), tv.timeline(many_events)]).data))
     assert len(counts) == 1
 
 
@@ -40,17 +41,17 @@ def test_the_lane_between_chips_is_drawn_where_it_has_spans(trace: Trace) -> Non
         update={"events": (*trace.events, TraceEvent("interconnect", "all_to_all", "all-to-all", 0.02, 0.01, 10**8))}
     )
     for views, lanes in (([trace], 5), ([several], 6), ([trace, several], 6)):
-        figure = figures.timeline_figure([vm.timeline(t) for t in views])
+        figure = timeline_figures.timeline_figure([tv.timeline(t) for t in views])
         assert len(figure.layout.yaxis.ticktext) == len(figure.layout.yaxis.tickvals) == lanes
         assert tuple(figure.layout.yaxis.range) == (lanes - 0.5, -0.5)
         assert sum(s.type == "rect" for s in figure.layout.shapes) == lanes
-    (bar,) = [b for b in figures.timeline_figure([vm.timeline(several)]).data if b.name == "All-to-all"]
+    (bar,) = [b for b in timeline_figures.timeline_figure([tv.timeline(several)]).data if b.name == "All-to-all"]
     assert list(bar.y) == [5.0]
     assert list(bar.x) == pytest.approx([0.01])
 
 
 def test_two_traces_share_each_lane_without_overlap(trace: Trace, make_trace: Callable[..., Trace]) -> None:
-    fig = figures.timeline_figure([vm.timeline(trace), vm.timeline(make_trace(source="measured"))])
+    fig = timeline_figures.timeline_figure([tv.timeline(trace), tv.timeline(make_trace(source="measured"))])
     forward = next(t for t in fig.data if t.name == "Forward")
     rows = sorted(set(np.round(forward.y, 3).tolist()))
     assert len(rows) == 2
@@ -59,7 +60,7 @@ def test_two_traces_share_each_lane_without_overlap(trace: Trace, make_trace: Ca
 
 
 def test_drawn_traces_stay_small_on_the_wire(many_events: Trace) -> None:
-    fig = figures.timeline_figure([vm.timeline(many_events)])
+    fig = timeline_figures.timeline_figure([tv.timeline(many_events)])
     assert len(fig.to_json()) < 100_000
 
 
@@ -105,8 +106,8 @@ def test_many_buckets_share_bars_that_keep_retained_ones_apart(gh200: Hardware) 
 
 
 def test_plot_timeline_titles_every_trace(trace: Trace, make_trace: Callable[..., Trace]) -> None:
-    assert "modelled, gh200" in figures.plot_timeline(trace).layout.title.text
-    both = figures.plot_timeline([trace, make_trace(source="measured")]).layout.title.text
+    assert "modelled, gh200" in timeline_figures.plot_timeline(trace).layout.title.text
+    both = timeline_figures.plot_timeline([trace, make_trace(source="measured")]).layout.title.text
     assert "modelled, gh200" in both
     assert "measured, gh200" in both
 

@@ -100,12 +100,12 @@ def test_flow_by_slider_text_and_click_are_equal(tuner: Tuner) -> None:
     class Points:
         point_inds = (9,)
 
-    tuner._layer_clicked(None, Points, None)
+    tuner.step._layer_clicked(None, Points, None)
     assert tuner.plan.flow_blocks == (1, 2, 3)
     assert tuner.controls.flow_which.value == "1-3"
     assert tuner.controls.flow.value == 3
     Points.point_inds = (len(tuner.session.buckets) - 1,)
-    tuner._bucket_clicked(None, Points, None)
+    tuner.step._bucket_clicked(None, Points, None)
     assert tuner.plan.retained_buckets == 1
 
 
@@ -314,7 +314,7 @@ def test_export_writes_what_the_panel_shows(tuner: Tuner, tmp_path: Path) -> Non
     assert config == tuner.config
     assert (config.optimizer.lr, config.optimizer.max_grad_norm, config.training.steps) == (2e-4, None, 50)
     assert config.plan == tuner.plan
-    assert f"superoffload train --config '{tmp_path}/my tuned.json' --data DATA.txt --out run/" == panel.command()
+    assert f"superoffload train --config '{tmp_path}/my tuned.json' --data DATA.txt --out run" == panel.command()
     panel.path.value = str(tmp_path)
     panel.write.click()
     assert "is a folder" in panel.messages.value
@@ -688,3 +688,28 @@ def test_layers_are_recomputed_by_mark_and_by_text(tuner: Tuner) -> None:
     tuner.undo.click()
     tuner.controls.recomputed.value = ""
     assert (tuner.plan.activations, tuner.plan.activations_by_block) == ("none", {})
+
+
+def test_the_timeline_draws_as_many_steps_as_asked_for(tuner: Tuner, sent: Sent, tmp_path: Path) -> None:
+    tuner.session.autosave = tmp_path / "session.json"
+    plan, step_s = tuner.plan, tuner.trace.step_s
+    forward = next(t for t in tuner.timeline.data if t.name == "Forward")
+    one, tail = len(forward.x), tuner.trace.window_s - step_s
+    for steps in (2, 3):
+        sent.clear()
+        tuner.step.steps.value = steps
+        assert tuner.timeline.layout.xaxis.range[1] == pytest.approx((steps * step_s + tail) * 1.002)
+        assert max(size for _, size in sent) < 100_000
+        assert one < len(forward.x)
+    marks = [a.text for a in tuner.timeline.layout.annotations]
+    assert marks[:3] == ["step 1", "step 2", "step 3"]
+    # It is how one looks at the plan: nothing was edited, and so nothing is saved or can be undone.
+    assert tuner.plan == plan and not tuner.session.can_undo and not tuner.session.autosave.exists()
+    tuner.controls.retained.value += 1
+    assert tuner.step.steps.value == 3
+    assert tuner.timeline.layout.xaxis.range[1] > 3 * tuner.trace.step_s
+    tuner.show_measured(tuner.trace.replace(source="measured", plan=tuner.plan))
+    assert tuner.step.steps.disabled and "as it was" in tuner.step.steps.tooltip
+    assert tuner.timeline.layout.xaxis.range[1] < 1.01 * max(tuner.trace.step_s, tuner.trace.window_s)
+    tuner.show_measured(None)
+    assert not tuner.step.steps.disabled and tuner.timeline.layout.xaxis.range[1] > 3 * tuner.trace.step_s

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 
+from superoffload.graph import build, fitted
 from superoffload.memory import Ledger, LedgerItem
 from superoffload.plan import Plan
-from superoffload.profiler import Profile
-from superoffload.tracing import LANES, Trace
+from superoffload.planner import make_plan
+from superoffload.profiler import Profile, estimate
+from superoffload.simulator import resolve_speculation, run, simulate
+from superoffload.tracing import LANES, Trace, TraceEvent
+from superoffload.widgets import timeline_views as tv
 from superoffload.widgets import view_models as vm
 
 
 def test_timeline_of_the_last_step_counts_from_its_beginning(trace: Trace) -> None:
-    view = vm.timeline(trace, steps=1)
+    view = tv.timeline(trace, steps=1)
     assert view.label == "modelled, gh200"
     assert view.window_s == pytest.approx(0.1)
     assert view.step_starts_s == (0.0,)
@@ -38,21 +44,21 @@ def test_timeline_of_the_last_step_counts_from_its_beginning(trace: Trace) -> No
 
 
 def test_whole_trace_marks_every_step(trace: Trace) -> None:
-    view = vm.timeline(trace)
+    view = tv.timeline(trace)
     assert view.step_starts_s == pytest.approx((0.0, 0.1))
     assert view.bars == len(trace.events)
     assert len(view.stalls) == 2
 
 
 def test_window_clips_what_reaches_out(trace: Trace) -> None:
-    view = vm.timeline(trace, window=(0.04, 0.06))
+    view = tv.timeline(trace, window=(0.04, 0.06))
     backward = next(g for g in view.groups if g.kind == "backward")
     assert backward.start_s == pytest.approx((0.0,))
     assert backward.duration_s == pytest.approx((0.02,))
 
 
 def test_merging_bounds_the_bars_and_loses_no_byte(many_events: Trace) -> None:
-    view = vm.timeline(many_events, max_bars=500)
+    view = tv.timeline(many_events, max_bars=500)
     assert 100 < view.bars <= 500
     group = view.groups[0]
     assert sum(group.nbytes) == 5000 * 1000
@@ -118,8 +124,52 @@ def test_layer_map_retains_the_first_layers(small_profile: Profile) -> None:
 
 def test_each_lane_tells_its_longest_wait(trace: Trace) -> None:
     cause = "GPU waits 30 ms: layers.0 weights, Adam of bucket 1 queued behind bucket 0"
-    assert vm.stall_lines(trace) == (f"{cause} (2 waits, 60 ms in all)",)
+    assert tv.stall_lines(trace) == (f"{cause} (2 waits, 60 ms in all)",)
     adam = trace.stalls[0]
     adam = type(adam)("cpu_adam", 0.0, 0.07, "verdict", "CPU Adam waits 70 ms: the norm")
-    assert vm.stall_lines(trace.replace(stalls=(adam, trace.stalls[0]))) == (cause, "CPU Adam waits 70 ms: the norm")
-    assert vm.stall_lines(trace.replace(stalls=())) == ()
+    assert tv.stall_lines(trace.replace(stalls=(adam, trace.stalls[0]))) == (cause, "CPU Adam waits 70 ms: the norm")
+    assert tv.stall_lines(trace.replace(stalls=())) == ()
+
+
+def test_steps_in_a_row_join_what_reaches_into_the_next(trace: Trace) -> None:
+    begun = [TraceEvent("cpu_adam", "adam", "bucket 2", t, length, 0, -1, 2, k)
+             for k, (t, length) in enumerate([(0.0, 0.02), (0.09, 0.03)])]  # fmt: skip
+    once = trace.replace(events=tuple(begun), stalls=trace.stalls[:1], window_s=0.12)
+    assert tv.steady_steps(once, 1) == tv.timeline(once)
+    view = tv.steady_steps(once, 3)
+    (adam,) = view.groups
+    assert view.window_s == pytest.approx(0.32)
+    assert adam.start_s == pytest.approx((0.0, 0.09, 0.19, 0.29))
+    assert adam.duration_s == pytest.approx((0.02, 0.03, 0.03, 0.03))
+    assert [s.start_s for s in view.stalls] == pytest.approx([0.07, 0.17, 0.27])
+    measured = trace.replace(source="measured")
+    assert tv.steady_steps(measured, 3) == tv.timeline(measured)
+
+
+@pytest.mark.parametrize("knobs", [
+    {"speculate": "on"}, {"speculate": "off"}, {"flow": (2, 3, 9)}, {"retained_buckets": 3, "accumulation": 2},
+    {"activations": "offload_inputs", "retained_buckets": 0},
+])  # fmt: skip
+@pytest.mark.parametrize("hardware", ["gh200", "h200-pcie5"])
+def test_repeated_steps_are_what_the_simulator_does_in_that_time(hardware: str, knobs: dict[str, Any]) -> None:
+    """Three steps of the view against six that are simulated: who works on what, at many moments."""
+    profile = estimate("bench-3b", micro_batch=2, seq_len=2048, hardware=hardware)
+    plan = resolve_speculation(make_plan(profile, check=False, **knobs))
+    trace, steps = simulate(profile, plan), 3
+    view = tv.steady_steps(trace, steps, max_bars=10**6)
+    long = run(build(fitted(profile, plan), plan), full_steps=6)
+    origin = long.boundary(6 - 1 - steps)
+    ops = long.graph.ops
+
+    def simulated(at_s: float) -> set[str]:
+        x = at_s + origin
+        return {op.lane for i, op in enumerate(ops) for s in range(7)
+                if 0 <= long.start[s * long.n + i] <= x < long.end[s * long.n + i]}  # fmt: skip
+
+    def drawn(at_s: float) -> set[str]:
+        return {LANES[lane] for g in view.groups for lane, start, length in zip(g.lane, g.start_s, g.duration_s,
+                strict=True) if start <= at_s < start + length}  # fmt: skip
+
+    moments = np.random.default_rng(7).uniform(0, steps * trace.step_s, 150)
+    assert [drawn(t) for t in moments] == [simulated(t) for t in moments]
+    assert {"gpu", "cpu_adam"} <= set().union(*map(drawn, moments))
