@@ -99,12 +99,12 @@ def test_finds_what_is_off_and_predicts_other_plans(profile: Profile, form: str)
             assert 0.9 < c.factor < 1.3
         else:
             assert c.factor == pytest.approx(OFF[c.part], rel=0.03), c.part
-    assert abs(found.unexplained) < 0.025 < abs(found.modelled_step_s / found.measured_step_s - 1)
+    assert abs(found.unexplained) < 0.03 < abs(found.modelled_step_s / found.measured_step_s - 1)
     for other in FORMS.values():
         if other.get("compile_blocks", False) != plan.compile_blocks:
             continue  # another program
         q = make_plan(profile, adam_threads=16, **other)
-        assert simulate(found.profile, q).step_s == pytest.approx(simulate(real, q).step_s, rel=0.04)
+        assert simulate(found.profile, q).step_s == pytest.approx(simulate(real, q).step_s, rel=0.045)
 
 
 def test_where_the_cpu_is_the_gpu() -> None:

@@ -1,23 +1,40 @@
 from __future__ import annotations
 
+import statistics
+from pathlib import Path
+
 import pytest
 
 from superoffload import model
 from superoffload.activation_costs import block_cost, block_seconds
 from superoffload.errors import InputError
+from superoffload.model import ModelSpec
+from superoffload.plan import Activations
 from superoffload.profile_scaling import rescale, retarget
 from superoffload.profiler import Profile, estimate
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "profiles_h200_2026-11-30"
+SHAPES = {
+    "1b_8x2048": ModelSpec(name="llama-1b", hidden=2048, layers=18, mlp=5632, heads=16, kv_heads=16, head_dim=128,
+                           vocab=32000),
+    "3b_4x2048": ModelSpec(name="llama-3.14b", hidden=3072, layers=26, mlp=8192, heads=24, kv_heads=24, head_dim=128,
+                           vocab=32000),
+}  # fmt: skip
 
-def seconds(profile: Profile, recompute: bool) -> float:
-    return sum(b.forward_s * (2 if recompute and b.kind == "layer" else 1) + b.backward_s for b in profile.blocks)
+
+def seconds(profile: Profile, recompute: bool, compiled: bool = False) -> float:
+    policy: Activations = "full" if recompute else "none"
+    return sum(
+        sum(block_seconds(b, compiled=compiled)) + block_cost(b, policy, compiled=compiled).recompute_s
+        for b in profile.blocks
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "batch", "seq", "recompute", "measured"),
     [
-        ("bench-3b", 4, 2048, True, 0.466),
-        ("bench-3b", 16, 2048, True, 1.784),
+        ("bench-3b", 4, 2048, True, 0.457),
+        ("bench-3b", 16, 2048, True, 1.80),
         ("bench-3b", 4, 2048, False, 0.370),
         ("llama-3-8b", 1, 8192, True, 1.062),
     ],
@@ -29,10 +46,26 @@ def test_estimates_meet_the_h200_measurements(
     assert seconds(profile, recompute) == pytest.approx(measured, rel=0.025)
 
 
-def test_one_forward_of_the_layers_meets_the_difference_between_recompute_and_none() -> None:
-    profile = estimate("bench-3b", micro_batch=4, seq_len=2048, hardware="h200-pcie5")
-    forward = sum(b.forward_s for b in profile.blocks if b.kind == "layer")
-    assert forward == pytest.approx(0.466 - 0.370, rel=0.05)
+@pytest.mark.parametrize("stem", SHAPES)
+def test_each_time_of_a_block_is_what_was_measured_of_it(stem: str) -> None:
+    """Forward, backward and recompute each for itself: what overlaps with what hangs on their shares."""
+    measured = Profile.load(RESULTS / f"profile_{stem}.json")
+    modelled = estimate(SHAPES[stem], micro_batch=measured.micro_batch, seq_len=measured.seq_len, hardware="h200-pcie5")
+    times = ("forward_s", "backward_s", "full_recompute_s", "selective_recompute_s", "compiled_forward_s",
+             "compiled_backward_s")  # fmt: skip
+    compared = 0
+    for kind in ("layer", "head"):
+        for name in times:
+            found = [getattr(b, name) for b in measured.blocks if b.kind == kind]
+            if None in found:
+                continue
+            said = next(getattr(b, name) for b in modelled.blocks if b.kind == kind)
+            assert said == pytest.approx(statistics.median(found), rel=0.05), (kind, name)
+            compared += 1
+    assert compared >= 6
+    assert [b.working_bytes for b in modelled.blocks if b.kind == "layer"] == pytest.approx(
+        [b.working_bytes for b in measured.blocks if b.kind == "layer"], rel=0.03
+    )
 
 
 def test_activations_meet_the_h200_peak_without_recompute() -> None:
@@ -61,7 +94,7 @@ def test_the_profile_says_that_it_is_modelled_and_how() -> None:
     assert profile.params == model.spec("llama-7b").parameters
     assert profile.model_fingerprint == model.spec("llama-7b").fingerprint("bfloat16")
     assert "H200" in profile.context["method"]
-    assert "95%" in profile.context["rate"]
+    assert "96%" in profile.context["rate"]
     assert [b.kind for b in profile.blocks] == ["embedding", *["layer"] * 32, "head"]
     assert Profile.from_json(profile.to_json()) == profile
 
@@ -90,7 +123,7 @@ def test_compiled_layers_against_an_h200(name: str, batch: int, seq: int, measur
     """Forward and backward alone with compiled layers and nothing recomputed."""
     profile = estimate(name, micro_batch=batch, seq_len=seq, hardware="h200-pcie5")
     estimated = sum(sum(block_seconds(b, compiled=True)) for b in profile.blocks)
-    assert estimated == pytest.approx(measured_s, rel=0.015)
+    assert estimated == pytest.approx(measured_s, rel=0.02)
     # The peak is at the loss: weights, what is kept, logits.
     kept = sum(block_cost(b, "none", compiled=True).kept for b in profile.blocks)
     held = 2 * profile.params + kept + profile.blocks[-1].working_bytes

@@ -267,7 +267,7 @@ def test_a_plan_that_does_not_fit_names_the_largest_item_and_the_nearest_that_fi
 
 def test_a_smaller_micro_batch_is_proposed_where_nothing_else_helps() -> None:
     profile = estimate("llama-7b", micro_batch=64, seq_len=4096, hardware="h100-pcie5")
-    with pytest.raises(DoesNotFit, match="micro_batch=32 instead of 64"):
+    with pytest.raises(DoesNotFit, match="micro_batch=16 instead of 64"):
         make_plan(profile)
 
 

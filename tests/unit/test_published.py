@@ -109,7 +109,8 @@ def test_the_ablation_holds_with_the_presets_constants(ablations: ModuleType, ha
         ({"micro_batch": 8}, {"speculation-then-validation": -1, "bucket repartitioning": -1, "total": -1}),
         ({"undo_all": True}, {"speculation-then-validation": -1}),
         ({"blocking": True}, {"speculation-then-validation": -1, "bucket repartitioning": -1, "total": -1}),
-        ({"blocking": True, "gpu_rate": 0.8}, {"bucket repartitioning": -1}),
+        ({"blocking": True, "gpu_rate": 0.8}, {"bucket repartitioning": -1, "total": -1}),
+        ({"stops_early": True}, {"speculation-then-validation": -1}),
     ],
     ids=str,
 )
@@ -219,12 +220,12 @@ def test_weight_flow_efficiency(models: ModuleType, figures: ModuleType) -> None
         assert overlapped > serial
 
 
-def test_qwen3_14b_lies_between_the_authors_two_figures(models: ModuleType, figures: ModuleType) -> None:
+def test_qwen3_14b_lies_near_the_lower_of_the_authors_two_figures(models: ModuleType, figures: ModuleType) -> None:
     rows = {r["way"].split(":")[0]: r for r in models.throughput()}
     theirs, zero = rows["their settings"], rows["ZeRO-Offload"]
     low, high = figures.QWEN_TFLOPS["examples"].value, figures.QWEN_TFLOPS["blog"].value
-    assert low < theirs["authors_count_tflops"] < high
-    assert zero["step_s"] / theirs["step_s"] == pytest.approx(figures.QWEN_GAIN.value, rel=0.10)
+    assert 0.95 * low < theirs["authors_count_tflops"] < 1.05 * low < high
+    assert zero["step_s"] / theirs["step_s"] == pytest.approx(figures.QWEN_GAIN.value, rel=0.12)
     assert theirs["gpu_busy"] > figures.GPU_BUSY["superoffload"].value
     assert theirs["model_tflops"] < theirs["with_recompute_tflops"] < theirs["authors_count_tflops"]
     # 14.768e9 parameters, 40 layers of 5120: four passes of 2 N and of the whole square of attention, per sequence.
