@@ -23,7 +23,7 @@ import published_ablation as ablations
 import published_figures as figures
 import published_models as models
 
-from superoffload import __version__, profiler
+from superoffload import __version__, estimating
 from superoffload.hardware import preset
 from superoffload.record import write_atomic
 
@@ -76,8 +76,8 @@ def published() -> dict[str, Any]:
 
 def config() -> dict[str, Any]:
     """What the numbers were made with: presets, and the estimate's constants."""
-    constants = ("MATMUL_SHARE", "HALF_RATE_TOKENS", "ATTENTION_SHARE", "ATTENTION_BACKWARD", "BACKWARD_TRAFFIC",
-                 "COMPILED_TRAFFIC", "LOSS_BYTES_PER_LOGIT", "LOGIT_BYTES")  # fmt: skip
+    constants = ("MATMUL_SHARE", "HALF_RATE_TOKENS", "ATTENTION_SHARE", "ATTENTION_BACKWARD", "TRAFFIC_SHARE",
+                 "BACKWARD_TRAFFIC", "COMPILED_TRAFFIC", "LOSS_BYTES_PER_LOGIT", "LOGIT_BYTES")  # fmt: skip
     return {
         "superoffload": __version__,
         "hardware": {name: json.loads(preset(name).to_json()) for name in models.LINKS},
@@ -86,7 +86,7 @@ def config() -> dict[str, Any]:
         },
         "adam_threads": ablations.ADAM_THREADS,
         "bounds": ablations.BOUNDS,
-        "estimate": {name: getattr(profiler, name) for name in constants},
+        "estimate": {name: getattr(estimating, name) for name in constants},
     }
 
 

@@ -124,7 +124,7 @@ async def measure(size: str, positions: int, followed: tuple[str, ...] | None = 
         followed: knobs after which the exact figure is waited for and checked against the simulator; all if omitted.
     """
     from superoffload.draft import draft as draft_of
-    from superoffload.profiler import estimate
+    from superoffload.estimating import estimate
     from superoffload.simulator import simulate
     from superoffload.widgets import Tuner
     from superoffload.widgets.live import FigureCode

@@ -15,11 +15,12 @@ from typing import Any
 from superoffload import __version__, graph, hardware
 from superoffload.activation_costs import policies_of
 from superoffload.errors import DoesNotFit
+from superoffload.estimating import ATTENTION_BACKWARD, ATTENTION_SHARE, MATMUL_SHARE, estimate
 from superoffload.memory import ledger
 from superoffload.model import spec
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
-from superoffload.profiler import ATTENTION_BACKWARD, ATTENTION_SHARE, MATMUL_SHARE, Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.record import write_atomic
 from superoffload.simulator import simulate
 from superoffload.units import GB, TERA

@@ -13,12 +13,13 @@ from typing import Any
 from published_figures import ABLATION, ABLATION_TOTAL, ADAM_SECONDS, CPU_SHARE, ablation_tokens, adam_gb_per_s
 
 from superoffload import graph
+from superoffload.estimating import estimate
 from superoffload.graph import buckets_of
 from superoffload.hardware import Hardware, preset
 from superoffload.model import spec
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.simulator import resolve_speculation, run, step_seconds
 from superoffload.units import ADAM_STREAM_BYTES, GB, TERA
 

@@ -13,13 +13,14 @@ from published_figures import CPU_SHARE, FLOW_EFFICIENCY, HOPPER_TFLOPS, LINK_GB
 
 from superoffload import graph
 from superoffload.errors import DoesNotFit
+from superoffload.estimating import estimate
 from superoffload.graph import buckets_of
 from superoffload.hardware import Curve, preset
 from superoffload.memory import Ledger, Place, ledger
 from superoffload.model import ModelSpec, spec
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.simulator import resolve_speculation, step_seconds
 from superoffload.units import GB, TERA
 from superoffload.workshop.experiments import flow_efficiency, pcie_era_plan

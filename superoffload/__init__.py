@@ -23,7 +23,7 @@ _MODULES = frozenset({"hardware", "model"})
 _HOME = {
     # the data flow, in its order
     "profile": "profiling",
-    "estimate": "profiler",
+    "estimate": "estimating",
     "make_plan": "planner",
     "search": "autotune",
     "simulate": "simulator",
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         NotSupported,
         SuperOffloadError,
     )
+    from superoffload.estimating import estimate
     from superoffload.hardware import Hardware
     from superoffload.integrations.tensorboard import to_tensorboard
     from superoffload.measured_step import MeasuredStep, load_measured, measured_steps
@@ -83,7 +84,7 @@ if TYPE_CHECKING:
     from superoffload.model import ModelSpec
     from superoffload.plan import Plan
     from superoffload.planner import make_plan
-    from superoffload.profiler import BlockProfile, Profile, estimate
+    from superoffload.profiler import BlockProfile, Profile
     from superoffload.profiler_events import ProfilerSummary, read_profile
     from superoffload.profiling import profile
     from superoffload.search_result import SearchResult

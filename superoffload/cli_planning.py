@@ -178,7 +178,7 @@ def _trace_for(args: argparse.Namespace) -> Trace:
         return Trace.load(args.trace)
     if not args.config:
         raise InputError(f"--format {args.format} needs a trace", remedy="Add --trace FILE or --config FILE")
-    from superoffload import profiler, simulator
+    from superoffload import estimating, simulator
     from superoffload.config import TunedConfig
 
     cfg = TunedConfig.load(args.config)
@@ -188,7 +188,7 @@ def _trace_for(args: argparse.Namespace) -> Trace:
             "which cannot be simulated without its profile",
             remedy="Simulate it with superoffload simulate --profile profile.json --out trace.json, then export that",
         )
-    prof = profiler.estimate(
+    prof = estimating.estimate(
         cfg.model.source,
         micro_batch=cfg.plan.micro_batch,
         seq_len=cfg.plan.seq_len,
@@ -214,7 +214,7 @@ def resolve_hardware(text: str) -> Hardware:
 
 
 def _estimate(args: argparse.Namespace) -> Profile:
-    from superoffload import profiler
+    from superoffload import estimating
 
     if not args.hardware:
         raise InputError(
@@ -222,7 +222,7 @@ def _estimate(args: argparse.Namespace) -> Profile:
             expected=f"one of {', '.join(hw.preset_names())}, or a file of superoffload probe",
             remedy="To measure on this machine instead: superoffload profile --measure",
         )
-    return profiler.estimate(
+    return estimating.estimate(
         args.model,
         micro_batch=args.micro_batch or DEFAULT_MICRO_BATCH,
         seq_len=args.seq_len or DEFAULT_SEQ_LEN,

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from superoffload import estimating, model_source, planner, profiling, simulator
 from superoffload import hardware as hw
-from superoffload import model_source, planner, profiler, profiling, simulator
 from superoffload.cli_planning import plan_lines
 from superoffload.config import TunedConfig
 from superoffload.errors import InputError
@@ -83,7 +83,7 @@ def run(out: str | Path, *, steps: int | None = None) -> dict[str, Any]:
         _say(line)
     _say(f"this machine: {format_seconds(trace.step_s)} per step, {trace.tokens_per_s:,.0f} tokens/s (modelled from "
          "the measurements)")  # fmt: skip
-    there = profiler.estimate(SHAPE, micro_batch=32, seq_len=2048, hardware="gh200")
+    there = estimating.estimate(SHAPE, micro_batch=32, seq_len=2048, hardware="gh200")
     far = simulator.simulate(there, planner.make_plan(there))
     _say(f"a GH200, 32 x 2048 tokens in bfloat16: {format_seconds(far.step_s)} per step, {far.tokens_per_s:,.0f} "
          "tokens/s (modelled)")  # fmt: skip

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from superoffload.errors import InputError
+from superoffload.estimating import estimate
 from superoffload.hardware import Hardware, resolve
 from superoffload.model import ModelSpec
-from superoffload.profiler import BlockProfile, Profile, estimate
+from superoffload.profiler import BlockProfile, Profile
 
 
 def rescale(

@@ -12,13 +12,14 @@ from typing import Any
 from superoffload import draft as draft_module
 from superoffload.activation_costs import knows_compiled
 from superoffload.errors import InputError, NotSupported
+from superoffload.estimating import estimate
 from superoffload.graph import buckets_of
 from superoffload.hardware import Hardware
 from superoffload.layout import BucketCut
 from superoffload.model import ModelSpec
 from superoffload.plan import Plan
 from superoffload.profile_scaling import rescale, retarget
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.tracing import Trace
 from superoffload.widgets import view_models as vm
 from superoffload.widgets.history import History

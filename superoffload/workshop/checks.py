@@ -12,6 +12,7 @@ from typing import Any
 from superoffload import graph
 from superoffload.config import TunedConfig
 from superoffload.errors import DoesNotFit, InputError, SuperOffloadError
+from superoffload.estimating import estimate
 from superoffload.hardware import preset
 from superoffload.links import link_at
 from superoffload.measured import PAPER_ADAM_S
@@ -20,7 +21,7 @@ from superoffload.plan import ACTIVATIONS, CASTS, Plan
 from superoffload.plan_presets import pcie_era_plan
 from superoffload.planner import make_plan
 from superoffload.profile_scaling import retarget
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.simulator import simulate, step_seconds
 from superoffload.units import ADAM_STREAM_BYTES, GB
 from superoffload.what_if import edited

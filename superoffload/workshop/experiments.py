@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from superoffload.errors import InputError
+from superoffload.estimating import estimate
 from superoffload.graph import buckets_of
 from superoffload.hardware import Hardware
 from superoffload.links import LINKS_GB_PER_S, link_at
@@ -14,7 +15,7 @@ from superoffload.plan import CASTS, Plan
 from superoffload.plan_presets import pcie_era_plan
 from superoffload.planner import make_plan
 from superoffload.profile_scaling import retarget
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.simulator import simulate, step_seconds
 from superoffload.tracing import Trace
 from superoffload.units import ADAM_STREAM_BYTES, GB, TERA

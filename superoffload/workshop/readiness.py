@@ -156,8 +156,8 @@ def _writing(folder: Path) -> Iterator[Check]:
 
 
 def _plan() -> Iterator[Check]:
+    from superoffload.estimating import estimate
     from superoffload.planner import make_plan
-    from superoffload.profiler import estimate
     from superoffload.simulator import simulate
 
     begun = time.perf_counter()

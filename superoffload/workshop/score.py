@@ -14,11 +14,12 @@ from functools import cached_property
 from typing import Any
 
 from superoffload.errors import InputError, did_you_mean
+from superoffload.estimating import estimate
 from superoffload.fitting import spread_layers
 from superoffload.plan import ACTIVATIONS, CASTS, Plan
 from superoffload.planner import make_plan
 from superoffload.profile_scaling import rescale
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.simulator import resolve_speculation, simulate
 from superoffload.tracing import Trace
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from superoffload import graph
+from superoffload.estimating import estimate
 from superoffload.plan import Plan
 from superoffload.plan_presets import pcie_era_plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.simulator import simulate, step_seconds
 from superoffload.tracing import Trace
 

@@ -12,11 +12,12 @@ import pytest
 from superoffload.calibration import calibrate, drift
 from superoffload.cli import main
 from superoffload.errors import InputError
+from superoffload.estimating import estimate
 from superoffload.hardware import Hardware
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
 from superoffload.profile_scaling import rescale
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.simulator import simulate
 from superoffload.tracing import Trace, TraceEvent
 

@@ -15,9 +15,10 @@ import pytest
 
 from superoffload import cli
 from superoffload.config import TunedConfig
+from superoffload.estimating import estimate
 from superoffload.hardware import preset
 from superoffload.plan import Plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.tracing import Trace
 
 LLAMA = ["--model", "llama-7b", "--hardware", "gh200", "--micro-batch", "4", "--seq-len", "2048"]

@@ -10,9 +10,10 @@ import pytest
 
 from superoffload import graph
 from superoffload.draft import DRAFT_OPERATORS, KEY, WORTH_DRAFTING, draft, drafted, operators
+from superoffload.estimating import estimate
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.quickly import remembered, without_collecting
 from superoffload.simulator import Stopped, resolve_speculation, simulate
 

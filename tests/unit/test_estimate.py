@@ -8,10 +8,11 @@ import pytest
 from superoffload import model
 from superoffload.activation_costs import block_cost, block_seconds
 from superoffload.errors import InputError
+from superoffload.estimating import estimate
 from superoffload.model import ModelSpec
 from superoffload.plan import Activations
 from superoffload.profile_scaling import rescale, retarget
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "profiles_h200_2026-11-30"
 SHAPES = {

@@ -11,8 +11,8 @@ import pytest
 from superoffload import cli, export
 from superoffload.config import TunedConfig
 from superoffload.errors import MissingDependency, NotSupported
+from superoffload.estimating import estimate
 from superoffload.planner import make_plan
-from superoffload.profiler import estimate
 from superoffload.simulator import simulate
 from superoffload.tracing import LANE_TITLES, Trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 
-from superoffload import planner, profiler, simulator
+from superoffload import estimating, planner, simulator
 
 
 def cells(text: str) -> list[str]:
@@ -13,7 +13,7 @@ def cells(text: str) -> list[str]:
 
 
 def test_profile_groups_equal_layers_and_adds_up() -> None:
-    profile = profiler.estimate("llama-7b", micro_batch=4, seq_len=2048, hardware="gh200")
+    profile = estimating.estimate("llama-7b", micro_batch=4, seq_len=2048, hardware="gh200")
     text = profile._repr_html_()
     assert "4 × 2048 tokens in bfloat16" in text
     assert "modelled" in text
@@ -23,12 +23,12 @@ def test_profile_groups_equal_layers_and_adds_up() -> None:
 
 
 def test_names_are_escaped() -> None:
-    profile = profiler.estimate("llama-7b", micro_batch=1, seq_len=128, hardware="gh200").replace(model="<script>")
+    profile = estimating.estimate("llama-7b", micro_batch=1, seq_len=128, hardware="gh200").replace(model="<script>")
     assert "<script>" not in profile._repr_html_()
 
 
 def test_plan_shows_every_knob_with_its_reason_and_trace_its_headline() -> None:
-    profile = profiler.estimate("llama-7b", micro_batch=4, seq_len=2048, hardware="gh200")
+    profile = estimating.estimate("llama-7b", micro_batch=4, seq_len=2048, hardware="gh200")
     plan = planner.make_plan(profile)
     shown = cells(plan._repr_html_())
     assert shown[::3] == list(plan.knobs())

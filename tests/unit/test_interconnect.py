@@ -10,10 +10,11 @@ import pytest
 from superoffload import hardware
 from superoffload.collectives import all_to_all_seconds, ring_seconds
 from superoffload.errors import InputError
+from superoffload.estimating import estimate
 from superoffload.hardware import Curve, Hardware, Interconnect, Wire
 from superoffload.interconnect_presets import CHIPS, FAMILIES
 from superoffload.profile_scaling import rescale, retarget
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 
 NEAR = 1e-3
 

@@ -5,9 +5,9 @@ from types import ModuleType
 import pytest
 
 from superoffload.errors import InputError
+from superoffload.estimating import estimate
 from superoffload.memory import CUDA_CONTEXT_BYTES, HOST_RESERVE_BYTES, ledger
 from superoffload.plan import Plan
-from superoffload.profiler import estimate
 
 
 def items(account: object) -> dict[str, int]:

@@ -9,6 +9,7 @@ import pytest
 from superoffload import graph, planner, planner_room, simulator
 from superoffload.activation_costs import peaks
 from superoffload.errors import DoesNotFit, InputError
+from superoffload.estimating import estimate
 from superoffload.fitting import nearest_fit, spread_layers
 from superoffload.hardware import preset
 from superoffload.loss_costs import MIN_CHUNK_TOKENS, enough_chunks, in_chunks
@@ -18,7 +19,7 @@ from superoffload.plan import Plan
 from superoffload.planner import make_plan
 from superoffload.planner_pace import Pace
 from superoffload.profile_scaling import rescale, retarget
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.units import GB, format_bytes
 
 CHUNK_FIELDS = ("logits", "chunked_activation_bytes", "chunked_working_bytes")

@@ -14,12 +14,12 @@ transformers = pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from superoffload import hardware, profiler  # noqa: E402
+from superoffload import estimating, hardware  # noqa: E402
 from superoffload import model as shapes  # noqa: E402
 from superoffload.engine.blocks import find_blocks  # noqa: E402
 from superoffload.errors import DoesNotFit, InputError  # noqa: E402
 from superoffload.model_source import fingerprint  # noqa: E402
-from superoffload.profiler import Profile  # noqa: E402
+from superoffload.profiler import BlockProfile, Profile  # noqa: E402
 from superoffload.profiling import profile  # noqa: E402
 from superoffload.profiling_counts import MORE_FLOPS  # noqa: E402
 from tests.engine.common import checkpointed  # noqa: E402
@@ -130,10 +130,10 @@ def test_what_selective_keeps_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     elements = c.hidden_size * 4 + 2 * kv + 2 * c.intermediate_size + c.num_attention_heads
     assert layer.selective_bytes == 4 * tokens * elements
     assert layer.selective_bytes < layer.activation_bytes
-    monkeypatch.setattr(profiler, "KEEP_FLOPS_PER_BYTE", 1)
+    monkeypatch.setattr(estimating, "KEEP_FLOPS_PER_BYTE", 1)
     batch, seq = ids().shape
     shape = shapes.from_transformers(c.to_dict())
-    modelled = profiler.estimate(shape, micro_batch=batch, seq_len=seq, hardware=LAPTOP, dtype="float32")
+    modelled = estimating.estimate(shape, micro_batch=batch, seq_len=seq, hardware=LAPTOP, dtype="float32")
     assert modelled.blocks[1].selective_bytes == layer.selective_bytes
     assert layer.selective_recompute_s is not None
     assert 0 < layer.selective_recompute_s < 2 * layer.forward_s + 0.01
@@ -158,7 +158,7 @@ def test_the_bytes_of_a_loss_in_chunks_are_those_that_a_step_takes(dtype: Any, t
     model = transformers.LlamaForCausalLM(config).to(dtype)
     x = torch.randint(4096, (2, 256), generator=torch.Generator().manual_seed(1))
     measured = profile(model, x, hardware=LAPTOP, repeats=1)
-    modelled = profiler.estimate(
+    modelled = estimating.estimate(
         shapes.from_transformers(config.to_dict()), micro_batch=2, seq_len=256, hardware=LAPTOP,
         dtype=str(dtype).removeprefix("torch."),
     )  # fmt: skip
@@ -182,7 +182,7 @@ def test_the_bytes_of_a_loss_in_chunks_are_those_that_a_step_takes(dtype: Any, t
 
 
 def test_a_model_whose_loss_has_no_chunks_is_profiled_as_such() -> None:
-    def head(model: nn.Module) -> profiler.BlockProfile:
+    def head(model: nn.Module) -> BlockProfile:
         return profile(model, ids(), hardware=LAPTOP, repeats=1).blocks[-1]
 
     capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(

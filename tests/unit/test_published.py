@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from superoffload.estimating import estimate
 from superoffload.graph import buckets_of
 from superoffload.hardware import preset
 from superoffload.memory import Ledger, ledger
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.simulator import step_seconds
 
 NAMES = ("GraceAdam", "Superchip-aware casting", "speculation-then-validation", "bucket repartitioning")

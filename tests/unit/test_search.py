@@ -15,11 +15,12 @@ import pytest
 from superoffload import autotune, graph, simulator
 from superoffload.autotune import search
 from superoffload.errors import InputError
+from superoffload.estimating import estimate
 from superoffload.memory import ledger
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
 from superoffload.profile_scaling import rescale
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.search_result import SearchResult, Trial, front
 from superoffload.search_space import AXES, NOT_SEARCHED, Space
 from superoffload.units import GB

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from superoffload import graph, simulator
 from superoffload.autotune import search
 from superoffload.errors import InputError
+from superoffload.estimating import estimate
 from superoffload.fitting import evenly
 from superoffload.memory import ledger
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
 from superoffload.profile_scaling import rescale
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.search_result import SearchResult
 from superoffload.search_space import AXES, NO_MIX, Space
 

@@ -16,6 +16,7 @@ import pytest
 from superoffload import graph, hardware, simulator
 from superoffload.autotune import search
 from superoffload.errors import InputError, NotSupported
+from superoffload.estimating import estimate
 from superoffload.export import chrome_trace
 from superoffload.graph import VERDICT_S
 from superoffload.hardware import Curve, Hardware, Interconnect, Wire
@@ -24,7 +25,7 @@ from superoffload.memory import EXCHANGE_COPIES, ledger, state_items
 from superoffload.plan import ACTIVATIONS, Plan, check_one_chip
 from superoffload.planner import make_plan
 from superoffload.profile_scaling import rescale, retarget
-from superoffload.profiler import Exchange, Profile, estimate
+from superoffload.profiler import Exchange, Profile
 from superoffload.simulator import simulate
 from superoffload.tracing import Lane, Trace, drawn_lanes
 

@@ -12,11 +12,12 @@ import pytest
 
 from superoffload import graph, simulator
 from superoffload.errors import InputError
+from superoffload.estimating import estimate
 from superoffload.graph import VERDICT_S
 from superoffload.hardware import Curve, Hardware, preset
 from superoffload.layout import NORM_CHUNK
 from superoffload.plan import ACTIVATIONS, Plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.simulator import share_memory, simulate
 from superoffload.tracing import Trace
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from superoffload.errors import InputError
+from superoffload.estimating import estimate
 from superoffload.hardware import preset
 from superoffload.planner import make_plan
-from superoffload.profiler import estimate
 from superoffload.simulator import step_seconds
 from superoffload.what_if import FIGURES, edited
 

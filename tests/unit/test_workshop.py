@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from superoffload import measured
 from superoffload.errors import DoesNotFit, InputError
+from superoffload.estimating import estimate
 from superoffload.gate import Gate
 from superoffload.hardware import preset
 from superoffload.measured_step import load_measured
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
 from superoffload.profile_scaling import retarget
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.simulator import simulate
 from superoffload.workshop import (
     Challenge,

@@ -13,8 +13,9 @@ import pytest
 import superoffload.widgets.autotune as panels
 from superoffload.autotune import search
 from superoffload.errors import InputError
+from superoffload.estimating import estimate
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.search_result import SearchResult, Trial, front
 from superoffload.simulator import simulate
 from superoffload.widgets import Autotune, Tuner

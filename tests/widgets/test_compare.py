@@ -12,12 +12,13 @@ import pytest
 from plotly.colors import sample_colorscale
 
 from superoffload.errors import InputError, NotSupported
+from superoffload.estimating import estimate
 from superoffload.graph import buckets_of
 from superoffload.plan import Plan
 from superoffload.plan_presets import preset_plan
 from superoffload.planner import make_plan
 from superoffload.planner_pace import seconds_of
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.simulator import simulate
 from superoffload.sweeps import setting, sweep
 from superoffload.tracing import LANES, Trace

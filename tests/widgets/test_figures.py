@@ -8,10 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from superoffload.estimating import estimate
 from superoffload.hardware import Hardware
 from superoffload.memory import Ledger, LedgerItem
 from superoffload.plan import Plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.tracing import Trace, TraceEvent
 from superoffload.widgets import figures, theme, timeline_figures
 from superoffload.widgets import timeline_views as tv

@@ -15,9 +15,10 @@ pytest.importorskip("torch")
 
 from superoffload import run_control
 from superoffload.config import TunedConfig
+from superoffload.estimating import estimate
 from superoffload.memory import Ledger, LedgerItem
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.train import ready
 from superoffload.widgets import Tuner
 from superoffload.widgets.export_panel import ExportPanel

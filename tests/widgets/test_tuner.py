@@ -14,10 +14,11 @@ from ipywidgets.embed import dependency_state
 
 from superoffload.config import OptimizerConfig, TunedConfig
 from superoffload.errors import InputError
+from superoffload.estimating import estimate
 from superoffload.hardware import Hardware, preset
 from superoffload.plan import ACTIVATIONS, Plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.simulator import simulate
 from superoffload.tracing import Trace
 from superoffload.widgets import RunPanel, Tuner

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from superoffload.estimating import estimate
 from superoffload.graph import build, fitted
 from superoffload.memory import Ledger, LedgerItem
 from superoffload.plan import Plan
 from superoffload.planner import make_plan
-from superoffload.profiler import Profile, estimate
+from superoffload.profiler import Profile
 from superoffload.simulator import resolve_speculation, run, simulate
 from superoffload.tracing import LANES, Trace, TraceEvent
 from superoffload.widgets import timeline_views as tv

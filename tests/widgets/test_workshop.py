@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from superoffload.errors import InputError
-from superoffload.profiler import estimate
+from superoffload.estimating import estimate
 from superoffload.widgets import theme
 from superoffload.widgets import workshop as ws
 from superoffload.widgets.workshop_figures import bar_figure, line_figure, link_spec, storm_spec
