@@ -217,7 +217,8 @@ def adam_busy(rows: RunRows) -> Floats:
 def rollbacks(rows: RunRows) -> Rollbacks:
     """The ledger of undone steps."""
     n = rows.numbers
-    undone = np.flatnonzero(n["undone"] > 0)
+    # A row that says no whole number of either, as a file that somebody wrote may, tells of no undone step.
+    undone = np.flatnonzero((n["undone"] > 0) & np.isfinite(n["undone"] + n["speculated"]))
     last = tuple(
         UndoneStep(
             step=int(rows.steps[i]),

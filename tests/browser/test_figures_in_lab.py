@@ -46,7 +46,7 @@ def figures(page: Any) -> list[dict[str, Any]]:
     """What the page shows, once all figures are drawn."""
     page.page.wait_for_function(
         "n => document.querySelectorAll('.jp-OutputArea .js-plotly-plot .main-svg text').length && "
-        "document.querySelectorAll('.jp-OutputArea .js-plotly-plot').length === n", arg=FIGURES, timeout=60_000,
+        "document.querySelectorAll('.jp-OutputArea .js-plotly-plot').length === n", arg=FIGURES, timeout=150_000,
     )  # fmt: skip
     page.page.wait_for_timeout(300)
     found: list[dict[str, Any]] = page.page.evaluate(SEEN)

@@ -145,6 +145,18 @@ def test_the_ledger_counts_what_was_undone(tmp_path: Path) -> None:
     assert "none; no step speculated" in rollbacks_html(read_run(write(tmp_path / "off", [row(1, speculated=0)])))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"undone": math.inf}, {"undone": -math.inf}, {"undone": math.nan}, {"undone": 6, "speculated": None},
+     {"undone": 6, "speculated": math.inf}],
+    ids=str,
+)  # fmt: skip
+def test_a_row_with_no_number_of_buckets_tells_of_no_undone_step(tmp_path: Path, changes: dict[str, Any]) -> None:
+    view = read_run(write(tmp_path / "run", [row(1), row(2, **changes), clipped(3)], **GPU))
+    assert [s.step for s in view.rollbacks.last] == [3] and view.rollbacks.buckets == 6
+    assert "6 of 8" in rollbacks_html(view)
+
+
 def test_busy_and_memory_are_of_the_last_steps(tmp_path: Path) -> None:
     rows = [row(i, gpu_busy=0.0 if i <= 20 else None if i % 2 else 0.8) for i in range(1, 41)]
     view = read_run(write(tmp_path / "run", rows, **GPU))
