@@ -287,7 +287,7 @@ def _fewest_threads(answer: int) -> Result:
 
 # -- 08: tune and export -----------------------------------------------------------------------------------------------
 
-BUDGET_GB, SMALL_BUDGET_GB = 24.0, 10.0
+BUDGET_GB, SMALL_BUDGET_GB = 24.0, 11.0
 
 
 def _within_budget(knobs: dict[str, Any], budget_gb: float, slower: float) -> Result:
