@@ -91,7 +91,6 @@ def measure_steps(
             plan=resolve_speculation(plan),  # `auto` would wait for the first steps, and what is predicted does not
             record_trace=True,
         )
-        watch = HostWatch()
         try:
             for step in range(WARMUP_STEPS + steps):
                 if step == WARMUP_STEPS:

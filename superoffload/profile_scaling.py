@@ -10,6 +10,16 @@ from superoffload.hardware import Hardware, resolve
 from superoffload.model import ModelSpec
 from superoffload.profiler import BlockProfile, Profile
 
+SECONDS = (
+    "forward_s", "backward_s", "selective_recompute_s", "full_recompute_s", "compiled_forward_s", "compiled_backward_s",
+)  # fmt: skip
+"""Times of a block."""
+COUNTS = (
+    "input_bytes", "activation_bytes", "working_bytes", "selective_bytes", "compiled_bytes", "compiled_working_bytes",
+    "logits", "chunked_activation_bytes", "chunked_working_bytes",
+)  # fmt: skip
+"""Whole numbers of a block that grow with the tokens."""
+
 
 def rescale(
     profile: Profile,
@@ -51,27 +61,9 @@ def rescale(
     blocks = tuple(
         x.model_copy(
             update={
-                "forward_s": x.forward_s * f,
-                "backward_s": x.backward_s * f,
+                **_scaled(x, SECONDS, f),
                 "forward_flops": x.forward_flops * f,
-                "input_bytes": round(x.input_bytes * f),
-                "activation_bytes": round(x.activation_bytes * f),
-                "working_bytes": round(x.working_bytes * f),
-                **{
-                    name: None if (value := getattr(x, name)) is None else round(value * f)
-                    for name in (
-                        "selective_bytes",
-                        "compiled_bytes",
-                        "compiled_working_bytes",
-                        "logits",
-                        "chunked_activation_bytes",
-                        "chunked_working_bytes",
-                    )
-                },
-                "selective_recompute_s": _times(x.selective_recompute_s, f),
-                "full_recompute_s": _times(x.full_recompute_s, f),
-                "compiled_forward_s": _times(x.compiled_forward_s, f),
-                "compiled_backward_s": _times(x.compiled_backward_s, f),
+                **{name: None if value is None else round(value) for name, value in _scaled(x, COUNTS, f).items()},
             }
         )
         for x in profile.blocks
@@ -136,19 +128,7 @@ def retarget(profile: Profile, hardware: str | Hardware) -> Profile:
             sequence_parallel=profile.sequence_parallel,
         )
     f = profile.hardware.gpu.matmul_bf16_tflops / hw.gpu.matmul_bf16_tflops
-    blocks = tuple(
-        b.model_copy(
-            update={
-                "forward_s": b.forward_s * f,
-                "backward_s": b.backward_s * f,
-                "selective_recompute_s": _times(b.selective_recompute_s, f),
-                "full_recompute_s": _times(b.full_recompute_s, f),
-                "compiled_forward_s": _times(b.compiled_forward_s, f),
-                "compiled_backward_s": _times(b.compiled_backward_s, f),
-            }
-        )
-        for b in profile.blocks
-    )
+    blocks = tuple(b.model_copy(update=_scaled(b, SECONDS, f)) for b in profile.blocks)
     note = (
         f"block times {profile.source} on {profile.hardware.name}, scaled by {f:.3g}, the ratio of the machines' bf16 "
         "matrix rates"
@@ -157,8 +137,10 @@ def retarget(profile: Profile, hardware: str | Hardware) -> Profile:
     return profile.replace(source="modelled", hardware=hw, blocks=blocks, context=context)
 
 
-def _times(seconds: float | None, factor: float) -> float | None:
-    return None if seconds is None else seconds * factor
+def _scaled(block: BlockProfile, names: Sequence[str], factor: float) -> dict[str, float | None]:
+    """Fields of a block times a factor; what nobody has measured stays unknown."""
+    values = {name: getattr(block, name) for name in names}
+    return {name: None if value is None else value * factor for name, value in values.items()}
 
 
 __all__ = ["corrected_blocks", "rescale", "retarget"]

@@ -104,6 +104,7 @@ def profile(
             passes = runner.passes(repeats)
             selective = runner.recomputed("selective", repeats)
             full = runner.recomputed("full", (repeats + 1) // 2)
+            beside = watch.noted("the profile")  # a compiler's own processes are no strangers
             compiled = runner.compiled(repeats) if compile_blocks else CompiledCounts()
     except torch.OutOfMemoryError:
         if device.type == "cuda":
@@ -112,7 +113,7 @@ def profile(
             f"{micro_batch} x {seq_len} tokens do not fit on {device} when every activation is kept",
             remedy="Profile with a smaller micro-batch or shorter sequences, or use so.estimate()",
         ) from None
-    seconds, beside = _medians(passes), watch.noted("the profile")
+    seconds = _medians(passes)
     first_dtype = next(p.dtype for b in parts for _, p in b.parameters)
     profiles = tuple(
         BlockProfile(

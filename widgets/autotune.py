@@ -19,6 +19,7 @@ from superoffload.search_space import AXES
 from superoffload.widgets import compare_views as cv
 from superoffload.widgets import search_views as sv
 from superoffload.widgets import theme as themes
+from superoffload.widgets import view_models as vm
 from superoffload.widgets.background import Background
 from superoffload.widgets.bridge import ThemeBridge
 from superoffload.widgets.live import LiveFigure
@@ -304,7 +305,7 @@ class Autotune(W.VBox):  # type: ignore[misc]
         items = "".join(f"<li>{escape(f)}: {escape(a)} → <b>{escape(b)}</b></li>" for f, a, b in told)
         same = f"<div>The same as {than}.</div>"
         return (
-            f'<div class="so-note" role="status"><div>{escape(reason[:1].upper() + reason[1:])}.</div>'
+            f'<div class="so-note" role="status"><div>{escape(vm.sentence(reason))}</div>'
             + (f"<div>Other than {than}:</div><ul>{items}</ul>" if told else same)
             + "</div>"
         )

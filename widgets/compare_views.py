@@ -283,5 +283,5 @@ def sweep_line(view: SweepView) -> str:
     parts.append(f"Framed: the plan itself, {own:,.0f} tokens/s." if own else "Framed: the plan itself.")
     if view.unfit:
         parts.append(f"✕: {view.unfit} points without a number; hover, or the table below, says why.")
-    parts += [note[:1].upper() + note[1:] + "." for note in view.notes]
+    parts += map(vm.sentence, view.notes)
     return " ".join(parts)

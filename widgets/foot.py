@@ -5,6 +5,7 @@ from __future__ import annotations
 from superoffload.draft import KEY as DRAFT
 from superoffload.host_load import DISTURBED
 from superoffload.units import format_bytes
+from superoffload.widgets import view_models as vm
 from superoffload.widgets.parts import escape
 from superoffload.widgets.session import Session
 
@@ -19,12 +20,9 @@ def foot_html(s: Session, draft_is_followed: bool) -> str:
     if s.is_draft:
         later = "when the knobs rest" if draft_is_followed else "when the plan is exported or pinned"
         notes.append(f"A draft, {s.trace.context[DRAFT]}: all are simulated {later}.")
-    for key in ("retargeted", "calibrated"):
+    for key in ("retargeted", "calibrated", DISTURBED):
         if key in s.profile.context:
-            told = s.profile.context[key]
-            notes.append(("" if key == "retargeted" else "Calibrated: ") + told[:1].upper() + told[1:] + ".")
-    if DISTURBED in s.profile.context:
-        notes.append(s.profile.context[DISTURBED][:1].upper() + s.profile.context[DISTURBED][1:] + ".")
+            notes.append(("Calibrated: " if key == "calibrated" else "") + vm.sentence(s.profile.context[key]))
     if s.baseline is not None:
         notes.append(f"Baseline: {s.baseline.step_s:.4g} s per step ({s.baseline.label}).")
     if s.autosave is not None:

@@ -14,6 +14,7 @@ from superoffload.host_load import DISTURBED
 from superoffload.measured_step import lanes_busy
 from superoffload.tracing import LANE_TITLES, Trace
 from superoffload.units import format_off, format_seconds
+from superoffload.widgets import view_models as vm
 from superoffload.widgets.background import on_loop
 from superoffload.widgets.measured_view import lanes_html
 from superoffload.widgets.parts import Guard, Messages, button, escape
@@ -207,8 +208,7 @@ class MeasurePanel(W.VBox):  # type: ignore[misc]
         elif predicted.hardware != trace.hardware:
             text += f"; the prediction above is for {escape(predicted.hardware)}"
         if DISTURBED in trace.context:
-            told = trace.context[DISTURBED]
-            self.messages.notice(f"{text}. {escape(told[:1].upper() + told[1:])}.{table}", "warn")
+            self.messages.notice(f"{text}. {escape(vm.sentence(trace.context[DISTURBED]))}{table}", "warn")
         else:
             self.messages.notice(f"{text}.{table}")
         self._tuner.show_measured(trace)

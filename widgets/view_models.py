@@ -143,6 +143,11 @@ def memory_rows(ledger: Ledger) -> tuple[MemoryRow, ...]:
     return tuple(rows)
 
 
+def sentence(text: str) -> str:
+    """A clause as a sentence of its own."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
 def compute_s(trace: Trace) -> float:
     """Seconds per step in which the GPU runs forward, recompute and backward: the limit that overlap approaches.
 

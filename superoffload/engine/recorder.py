@@ -152,7 +152,7 @@ class Recorder:
         if self._backward is None:
             self._turn(now)
             # The last block's backward ends with the pass: no other block's begins, and the next forward is another's.
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
         self._end_backward(now)
         self._backward = (index, now)
 
@@ -171,6 +171,9 @@ class Recorder:
         self.add("gpu", "backward", recomputed[1] if recomputed else start, now, block=index)
         self._backward = None
 
+    def _end_pass(self) -> None:
+        self._end_backward(self.mark(self._device))
+
     def end_step(self) -> None:
         """Called by `step()` once backward is enqueued and before the update is."""
         if not self.on:
@@ -186,11 +189,6 @@ class Recorder:
     def start_over(self) -> None:
         """Forget how long the steps so far took: the next one begins where the last has ended."""
         del self._bounds[:-1]
-
-    def end_backward(self) -> None:
-        """A backward pass is over. `step()` says so too, of one that nobody else has ended."""
-        if self.on:
-            self._end_backward(self.mark(self._device))
 
     def steps_s(self) -> list[float]:
         """Seconds between the ends of recorded steps."""

@@ -246,7 +246,6 @@ class Engine:
             return self._step(arguments)
 
     def _step(self, arguments: StepSettings) -> bool:
-        self.recorder.end_backward()
         self.weights.check_storage()
         for p in self.params:  # what no hook took: under no_sync, or set by hand
             if p.param.grad is not None:

@@ -54,13 +54,18 @@ def test_an_optimizer_may_go_while_its_update_runs(ending):
     assert out.strip() == "alive"
 
 
+def _eight_buckets():
+    """One weight that fills several buckets, and its optimizer."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(700, 700, bias=False)
+    return model, OffloadAdamW(model, bucket_mb=0.25, lr=0.1)
+
+
 def test_an_optimizer_dropped_in_mid_update_leaves_the_whole_step():
     """The verdict is known, some buckets are updated, others wait: all of them get there."""
 
     def run(ending):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(700, 700, bias=False)
-        opt = OffloadAdamW(model, bucket_mb=0.25, lr=0.1)
+        model, opt = _eight_buckets()
         for _ in range(2):
             model(torch.ones(1, 700)).sum().backward()
             opt.step()
@@ -147,9 +152,7 @@ def test_a_submitted_step_is_finished_before_its_verdict_is_known_too():
     """Dropped right after step(): the device may already have taken the step in the buckets that it retains."""
 
     def run(ending):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(700, 700, bias=False)
-        opt = OffloadAdamW(model, bucket_mb=0.25, lr=0.1)
+        model, opt = _eight_buckets()
         for _ in range(3):
             opt.engine.worker.set_delay_us(5000)
             model(torch.ones(1, 700)).sum().backward()

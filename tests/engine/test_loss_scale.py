@@ -7,7 +7,7 @@ import torch
 
 from superoffload.engine import OffloadAdamW
 from superoffload.engine.loss_scale import INITIAL, WINDOW, LossScale
-from tests.engine.common import batches, digest, llama
+from tests.engine.common import batches, ctrl_c, digest, llama
 
 DATA = batches(10)
 
@@ -129,14 +129,10 @@ def test_ctrl_c_while_step_waits_for_its_update_leaves_the_verdict_to_be_learned
             loss = model(input_ids=DATA[0], labels=DATA[0]).loss
             opt.scale_loss(loss * math.inf).backward()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(opt.engine.readiness, "settle", _ctrl_c)
+                patch.setattr(opt.engine.readiness, "settle", ctrl_c)
                 with pytest.raises(KeyboardInterrupt):
                     opt.step()
             opt.zero_grad()
             opt.learn_loss_scale()
         assert opt.stats.skipped == 2
         assert opt.stats.loss_scale == INITIAL / 2, "the second overflow halves it"
-
-
-def _ctrl_c():
-    raise KeyboardInterrupt

@@ -11,7 +11,7 @@ import superoffload
 from superoffload.engine import OffloadAdamW
 from superoffload.engine.stats import StepRecord
 from superoffload.gate import Gate
-from tests.engine.common import batches, digest, llama, train
+from tests.engine.common import batches, ctrl_c, digest, llama, train
 
 DATA = batches(8)
 
@@ -94,7 +94,7 @@ def test_ctrl_c_in_step_forgets_nothing_about_what_fires_twice():
                 opt.engine.worker.wait_idle()
                 if i == interrupted:
                     with pytest.MonkeyPatch.context() as patch:
-                        patch.setattr(opt.engine.worker, "wait_bucket", _ctrl_c)
+                        patch.setattr(opt.engine.worker, "wait_bucket", ctrl_c)
                         with pytest.raises(KeyboardInterrupt):
                             opt.step()
                 opt.step()
@@ -104,10 +104,6 @@ def test_ctrl_c_in_step_forgets_nothing_about_what_fires_twice():
     expected = run(None)
     assert expected[1][4] > 5
     assert run(3) == expected
-
-
-def _ctrl_c(state):
-    raise KeyboardInterrupt
 
 
 def test_a_tied_head_alone_reads_the_last_step():
