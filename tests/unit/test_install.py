@@ -17,11 +17,25 @@ import pytest
 pytestmark = pytest.mark.timeout(900)
 
 
+def copy_checkout(repository: Path, target: Path) -> None:
+    """Copy what belongs to the project, committed or not; what `make lab` and `make demo` leave behind, gigabytes and
+    runs beside the notebooks, does not."""
+    command = ["git", "-C", str(repository), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if listed.returncode:  # no checkout, but an unpacked archive
+        junk = shutil.ignore_patterns(".venv", "build", "__pycache__", "*.so", "*_cache", ".ipynb_checkpoints")
+        shutil.copytree(repository, target, ignore=junk)
+        return
+    for name in filter(None, listed.stdout.split("\0")):
+        if (repository / name).is_file():  # else deleted and not yet committed
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(repository / name, target / name)
+
+
 def build_wheel(repository: Path, out: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Build in a copy of the checkout, so that neither its build folder nor its editable install is touched."""
     source = out / "source"
-    ignore = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "*.so", "*_cache", ".ipynb_checkpoints")
-    shutil.copytree(repository, source, ignore=ignore)
+    copy_checkout(repository, source)
     clean = {k: v for k, v in os.environ.items() if not k.startswith("SUPEROFFLOAD_")}
     command = [
         sys.executable,
