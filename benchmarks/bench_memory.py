@@ -146,7 +146,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             if args.out:
                 facts = {"what": "memory", "date": datetime.date.today().isoformat(), "status": "measured",
-                         "machine": machine(args.device),
+                         "machine": machine(args.device) if args.kinds != "plan" else {},
                          "arguments": {k: v for k, v in vars(args).items() if k != "out"}, "rows": rows}  # fmt: skip
                 Path(args.out).write_text(json.dumps(facts, indent=1) + "\n")
     print(table(rows))

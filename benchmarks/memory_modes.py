@@ -15,6 +15,7 @@ import json
 import os
 import statistics
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,32 @@ def host_peak_gb() -> float:
 
 def anonymous_gb() -> float:
     """Memory of this process that no file backs, as the kernel counts it: pinned or not."""
-    text = Path("/proc/self/status").read_text()
-    return int(next(x for x in text.splitlines() if x.startswith("RssAnon")).split()[1]) * 1024 / 1e9
+    return resident_gb()["anonymous"]
+
+
+def resident_gb() -> dict[str, float]:
+    """What the kernel counts as this process's own memory now, by what backs it."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    kinds = {"anonymous": "RssAnon", "files": "RssFile", "shared": "RssShmem"}
+    return {name: round(int(status[field].split()[0]) * 1024 / 1e9, 3) for name, field in kinds.items()}
+
+
+def largest_mappings(count: int = 12) -> list[str]:
+    """The largest parts of that memory by name and size, equal ones together."""
+    found: Counter[tuple[str, str]] = Counter()
+    sizes: dict[tuple[str, str], float] = {}
+    name = size = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            name = words[5] if len(words) > 5 else "anonymous"
+        elif words[0] == "Size:":
+            size = f"{int(words[1]) * 1024 / 1e9:.2f}"
+        elif words[0] == "Rss:" and int(words[1]):
+            found[name, size] += 1
+            sizes[name, size] = sizes.get((name, size), 0.0) + int(words[1]) * 1024 / 1e9
+    largest = sorted(sizes, key=lambda k: -sizes[k])[:count]
+    return [f"{sizes[k]:.2f} GB resident: {found[k]} x {k[1]} GB of {k[0]}" for k in largest]
 
 
 def _tokens(shape: ModelSpec, plan: Plan, device: str) -> torch.Tensor:
@@ -171,6 +196,8 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
     row["tokens_per_s"] = round(plan.tokens_per_step / step_s)
     row["mfu"] = round(profile.model_flops * plan.accumulation / step_s / 1e12 / PEAK_BF16_TFLOPS, 4)
     row["measured"] = {"host_gb": round(host_peak_gb(), 2), "pinned_gb": round(opt.stats.pinned_bytes / 1e9, 2)}
+    row["host_at_the_end"] = {"resident_gb": resident_gb(), "ledger_gb": round(opt.memory().total("host") / 1e9, 3),
+                              "largest": largest_mappings()}  # fmt: skip
     if cuda:
         free, total = torch.cuda.mem_get_info()
         row["measured"].update(gpu_gb=round(torch.cuda.max_memory_allocated() / 1e9, 2),
