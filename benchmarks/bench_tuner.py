@@ -34,7 +34,7 @@ PROFILES: dict[str, tuple[str, int]] = {"7b": ("llama-7b", 4), "70b": ("llama-70
 """Preset and micro-batch, at 2,048 tokens a sequence on a GH200."""
 AIMS: dict[str, Any] = {"7b": {"figure_s": 0.1}, "70b": {"figure_s": 0.3}, "message_bytes": 100_000, "open_s": 2.0}
 DRAG_MESSAGES, DRAG_S = 40, 1.0
-WAIT_S = 0.02
+WAIT_S = 0.01
 """`parts.Latest` waits so long for more of a drag: part of the time to a figure, and no processor time."""
 Change = tuple[str, Any, dict[str, Any]]
 """Knob, widget, state that the front end sends; no state where a button is pressed."""

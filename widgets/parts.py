@@ -135,11 +135,12 @@ class Latest:
 
     Args:
         run: called with the newest value of each name that was put.
-        delay_s: from the first change to the call.
+        delay_s: from the first change to the call: long enough for all that one gesture sends. While work goes on, changes
+            wait anyway.
         at_rest: count the delay from the last change instead.
     """
 
-    def __init__(self, run: Callable[[dict[str, Any]], None], delay_s: float = 0.02, *, at_rest: bool = False):
+    def __init__(self, run: Callable[[dict[str, Any]], None], delay_s: float = 0.01, *, at_rest: bool = False):
         self._run, self._delay, self._at_rest = run, delay_s, at_rest
         self._worked: tuple[float, float] = (0.0, 0.0)
         """When the last work ended, on the monotonic clock, and how long it took."""
