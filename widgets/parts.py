@@ -135,8 +135,8 @@ class Latest:
 
     Args:
         run: called with the newest value of each name that was put.
-        delay_s: from the first change to the call: long enough for all that one gesture sends. While work goes on, changes
-            wait anyway.
+        delay_s: from the first change to the call: long enough for all that one gesture sends. Changes that come while
+            work goes on wait for it anyway.
         at_rest: count the delay from the last change instead.
     """
 

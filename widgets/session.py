@@ -11,24 +11,19 @@ from typing import Any
 
 from superoffload import draft as draft_module
 from superoffload.activation_costs import knows_compiled
-from superoffload.errors import InputError, NotSupported
-from superoffload.estimating import estimate
+from superoffload.errors import InputError
 from superoffload.graph import buckets_of
 from superoffload.hardware import Hardware
 from superoffload.layout import BucketCut
-from superoffload.model import ModelSpec
 from superoffload.plan import Plan
-from superoffload.profile_scaling import rescale, retarget
 from superoffload.profiler import Profile
 from superoffload.tracing import Trace
 from superoffload.widgets import view_models as vm
+from superoffload.widgets.baseline import Baseline
+from superoffload.widgets.elsewhere import SHAPE_FIELDS, profile_for, why_size_fixed
 from superoffload.widgets.history import History
+from superoffload.widgets.layer_policies import recomputing
 from superoffload.widgets.session_file import SavedSession
-
-SHAPE_FIELDS = ("micro_batch", "seq_len")
-"""Plan fields that change what a micro-batch costs, so that the profile must be made anew."""
-SPEC_KEY = "spec"
-"""Where an estimate keeps the model's shape."""
 
 
 class Session:
@@ -60,7 +55,7 @@ class Session:
         self.uncalibrated: Profile | None = None
         """`given` as it was before a calibration corrected it."""
         self.hardware = hardware or profile.hardware
-        self.profile = self._profile_for(self.hardware, profile.micro_batch, profile.seq_len)
+        self.profile = self._given_for(self.hardware, profile)
         self.autosave = Path(autosave) if autosave is not None else None
         self.save_error: str | None = None
         self.saver: Callable[[], None] = self.save
@@ -70,18 +65,24 @@ class Session:
         if plan is None:
             plan = self._make_plan()
         elif (plan.micro_batch, plan.seq_len) != (profile.micro_batch, profile.seq_len):
-            self.profile = self._profile_for(self.hardware, plan.micro_batch, plan.seq_len)
+            self.profile = self._given_for(self.hardware, plan)
         self.plan = self.clamped(plan)
         self.trace = self._simulate()
-        self.baseline: vm.Numbers | None = None
-        self.pinned: Trace | None = None
-        """The baseline's trace, where more than its numbers is known."""
-        self._pinned_on: Hardware | None = None
-        self._keep_baseline(baseline)
+        self._baseline = self._baseline_of(baseline)
         self._history = History(self.plan, self.hardware)
         self._draft_above = None
 
     # ---- what is shown -------------------------------------------------------------------------------------------
+
+    @property
+    def baseline(self) -> vm.Numbers | None:
+        """What the headline numbers are compared with."""
+        return self._baseline.numbers if self._baseline is not None else None
+
+    @property
+    def pinned(self) -> Trace | None:
+        """The baseline's trace, where more than its numbers is known."""
+        return self._baseline.trace if self._baseline is not None else None
 
     @property
     def buckets(self) -> BucketCut:
@@ -106,15 +107,8 @@ class Session:
         return tuple(i for i in self.layers if self.plan.activations_of(i) == "full")
 
     def recomputing(self, wanted: Iterable[int]) -> dict[str, Any]:
-        """Fields of the plan with which these layers, and no others, are computed again; the policies of all others
-        stay, except that what was recomputed keeps everything then."""
-        full = set(wanted)
-        others = "none" if self.plan.activations == "full" else self.plan.activations
-        policies = {i: self.plan.activations_of(i) for i in self.layers}
-        policies = {i: "full" if i in full else others if p == "full" else p for i, p in policies.items()}
-        common = next(iter(policies.values())) if len(set(policies.values())) == 1 else others
-        by_block = {i: p for i, p in policies.items() if p != common}
-        return {"activations": common, "activations_by_block": by_block}
+        """Fields of the plan with which these layers, and no others, are computed again."""
+        return recomputing(self.plan, self.layers, wanted)
 
     @property
     def set_by_hand(self) -> frozenset[str]:
@@ -124,21 +118,11 @@ class Session:
     def why_fixed(self, field: str) -> str | None:
         """Why a field cannot be edited here, with the remedy; None where it can."""
         if field in SHAPE_FIELDS:
-            return self._why_shape_fixed()
+            return why_size_fixed(self.given)
         if field == "compile_blocks" and not (self.plan.compile_blocks or knows_compiled(self.profile.blocks)):
             return (
                 "The layers were not measured compiled. Profile again: so.profile(model, batch, compile_blocks=True)."
             )
-        return None
-
-    def _why_shape_fixed(self) -> str | None:
-        if self.given.source == "measured":
-            return (
-                "Measured at this size. To see another, profile again with a batch of that shape, "
-                "or open Tuner(so.estimate(...))."
-            )
-        if SPEC_KEY not in self.given.context:
-            return "Estimated without a shape to estimate again from. Open Tuner(so.estimate(...)) with the other size."
         return None
 
     # ---- edits ---------------------------------------------------------------------------------------------------
@@ -168,7 +152,7 @@ class Session:
 
     def set_hardware(self, hardware: Hardware) -> None:
         """Look at another machine: fields set by hand stay (within its limits), the others are chosen for it."""
-        profile = self._profile_for(hardware, self.plan.micro_batch, self.plan.seq_len)
+        profile = self._given_for(hardware, self.plan)
         keep = {k: getattr(self.plan, k) for k in self.set_by_hand if k not in SHAPE_FIELDS}
         if "adam_threads" in keep:
             keep["adam_threads"] = min(keep["adam_threads"], hardware.cpu.cores)
@@ -185,15 +169,14 @@ class Session:
         hardware = profile.hardware if self.hardware == self.given.hardware else self.hardware
         try:
             self.given, self.hardware = profile, hardware
-            self.profile = self._profile_for(hardware, self.plan.micro_batch, self.plan.seq_len)
+            self.profile = self._given_for(hardware, self.plan)
             self.trace = self._simulate()
         except BaseException:
             self.given, self.profile, self.hardware, self.trace = old
             raise
-        if self.pinned is not None and self.pinned.source == "modelled" and self._pinned_on is not None:
-            on = profile.hardware if self._pinned_on.name == profile.hardware.name else self._pinned_on
-            self._pin_again(self.pinned.plan, on)
-            self.baseline = vm.numbers(self.pinned)
+        if self._baseline is not None and (again := self._baseline.modelled) is not None:
+            plan, on = again
+            self._baseline = self._modelled_baseline(plan, hardware if on.name == profile.hardware.name else on)
         self.uncalibrated = uncalibrated
         self._history = History(self.plan, self.hardware)
         self.saver()
@@ -206,11 +189,11 @@ class Session:
         """Compare with this from now on; with the present trace when nothing is given."""
         if baseline is None:
             self.settle()
-        self._keep_baseline(baseline if baseline is not None else self.trace)
+        self._baseline = self._baseline_of(baseline if baseline is not None else self.trace)
         self.saver()
 
     def unpin(self) -> None:
-        self._keep_baseline(None)
+        self._baseline = None
         self.saver()
 
     # ---- undo ----------------------------------------------------------------------------------------------------
@@ -251,7 +234,7 @@ class Session:
         old = (self.profile, self.hardware, self.plan, self.trace)
         try:
             if hardware != self.hardware or any(getattr(plan, f) != getattr(self.profile, f) for f in SHAPE_FIELDS):
-                self.profile = self._profile_for(hardware, plan.micro_batch, plan.seq_len)
+                self.profile = self._given_for(hardware, plan)
             self.hardware = hardware
             self.plan = self.clamped(plan)
             self.trace = trace if trace is not None else self._simulate()
@@ -332,41 +315,20 @@ class Session:
             changes["adam_threads"] = self.hardware.cpu.cores
         return plan.replace(**changes) if changes else plan
 
-    def _profile_for(self, hardware: Hardware, micro_batch: int, seq_len: int) -> Profile:
-        given = self.given
-        same_shape = (micro_batch, seq_len) == (given.micro_batch, given.seq_len)
-        if same_shape and hardware == given.hardware:
-            return given
-        fixed = self._why_shape_fixed()
-        if fixed is None and hardware == given.hardware:
-            return rescale(given, micro_batch=micro_batch, seq_len=seq_len)
-        if fixed is None:
-            shape = ModelSpec.from_json(given.context[SPEC_KEY])
-            dtype = given.context.get("dtype", "bfloat16")
-            return estimate(shape, micro_batch=micro_batch, seq_len=seq_len, hardware=hardware, dtype=dtype)
-        if not same_shape:
-            raise NotSupported(
-                f"a profile at micro_batch {given.micro_batch} × seq_len {given.seq_len} cannot tell about "
-                f"{micro_batch} × {seq_len}",
-                remedy=fixed or "Estimate the model again",
-            )
-        return retarget(given, hardware)
+    def _given_for(self, hardware: Hardware, size: Plan | Profile) -> Profile:
+        return profile_for(self.given, hardware, size.micro_batch, size.seq_len)
 
-    def _keep_baseline(self, baseline: Trace | Plan | vm.Numbers | None) -> None:
-        if isinstance(baseline, Plan):
+    def _baseline_of(self, what: Trace | Plan | vm.Numbers | None) -> Baseline | None:
+        if isinstance(what, Plan):
             from superoffload.simulator import simulate
 
-            baseline = simulate(self.profile, self.clamped(baseline))
-        self.pinned = baseline if isinstance(baseline, Trace) else None
-        self._pinned_on = self.hardware if self.pinned and self.pinned.hardware == self.hardware.name else None
-        self.baseline = vm.numbers(baseline) if isinstance(baseline, Trace) else baseline
+            what = simulate(self.profile, self.clamped(what))
+        return Baseline.of(what, self.hardware) if what is not None else None
 
-    def _pin_again(self, plan: Plan, hardware: Hardware) -> None:
-        """The trace of a baseline that was saved."""
+    def _modelled_baseline(self, plan: Plan, hardware: Hardware) -> Baseline:
         from superoffload.simulator import simulate
 
-        self.pinned = simulate(self._profile_for(hardware, plan.micro_batch, plan.seq_len), plan)
-        self._pinned_on = hardware
+        return Baseline.of(simulate(self._given_for(hardware, plan), plan), hardware)
 
     # ---- autosave ------------------------------------------------------------------------------------------------
 
@@ -382,12 +344,11 @@ class Session:
 
     def saved(self) -> SavedSession:
         """The session as one record."""
-        again = self.pinned is not None and self.pinned.source == "modelled" and self._pinned_on is not None
+        again = self._baseline.modelled if self._baseline is not None else None
+        plan, hardware = again if again is not None else (None, None)
         return SavedSession(
             profile=self.given, uncalibrated=self.uncalibrated, hardware=self.hardware, plan=self.plan,
-            baseline=self.baseline,
-            baseline_plan=self.pinned.plan if self.pinned is not None and again else None,
-            baseline_hardware=self._pinned_on if again else None,
+            baseline=self.baseline, baseline_plan=plan, baseline_hardware=hardware,
         )  # fmt: skip
 
     @classmethod
@@ -401,7 +362,7 @@ class Session:
         session = cls(s.profile, s.plan, s.hardware, s.baseline, autosave=path)
         session.uncalibrated = s.uncalibrated
         if s.baseline_plan is not None and s.baseline_hardware is not None:
-            session._pin_again(s.baseline_plan, s.baseline_hardware)
+            session._baseline = session._modelled_baseline(s.baseline_plan, s.baseline_hardware)
         return session
 
 

@@ -29,6 +29,7 @@ from superoffload.widgets.bridge import ThemeBridge
 from superoffload.widgets.compare_panel import ComparePanel
 from superoffload.widgets.controls import Controls
 from superoffload.widgets.drawers import Drawer, Drawers
+from superoffload.widgets.elsewhere import SHAPE_FIELDS
 from superoffload.widgets.export_panel import ExportPanel
 from superoffload.widgets.foot import foot_html
 from superoffload.widgets.machine_panel import MachineMenu, MachinePanel
@@ -205,7 +206,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         if self._syncing:
             return plan
         clamped = self.session.clamped(plan)
-        for field in sessions.SHAPE_FIELDS:
+        for field in SHAPE_FIELDS:
             fixed = self.session.why_fixed(field)
             if fixed and getattr(clamped, field) != getattr(self.session.profile, field):
                 raise InputError(f"{field} = {getattr(clamped, field)} is not what was profiled", remedy=fixed)
@@ -349,7 +350,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         Raises:
             InputError: the plan is for a batch that this Tuner cannot show.
         """
-        for field in sessions.SHAPE_FIELDS:
+        for field in SHAPE_FIELDS:
             fixed = self.session.why_fixed(field)
             if fixed and getattr(plan, field) != getattr(self.session.profile, field):
                 raise InputError(f"{field} = {getattr(plan, field)} is not what was profiled", remedy=fixed)
