@@ -132,10 +132,18 @@ def lab_command(notebooks: Path, *, browser: bool, port: int | None = None) -> l
     return command
 
 
+def lab_environment() -> dict[str, str]:
+    """Environment of the server: a layer of defaults under a person's own settings, with which JupyterLab does not lay
+    a question about news over the first figure, and asks no other host."""
+    defaults = str(Path(__file__).parent / "lab_settings")
+    given = os.environ.get("JUPYTER_CONFIG_PATH")
+    return {**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join([*([given] if given else []), defaults])}
+
+
 def _serve(command: list[str]) -> int:
     """Run the server until it ends. Ctrl-C reaches it by itself, and it asks before it stops; SIGTERM is passed on, so
     that no server outlives this process."""
-    server = subprocess.Popen(command)
+    server = subprocess.Popen(command, env=lab_environment())
     before = signal.signal(signal.SIGTERM, lambda *_: server.terminate())
     try:
         while True:

@@ -316,10 +316,15 @@ class _Chooser:
             plan = plan.model_copy(update={name: cast})
             curve, word = (self.hw.link.down, "down") if name == "cast_down" else (self.hw.link.up, "up")
             link = {n: plan.share(self.profile.params) * n / (curve.peak * GB) for n in (2, 4)}
+            others = (
+                f"{format_seconds(tried[c])} with {c}{', no gain to speak of' if tried[c] < tried[cast] else ''}"
+                for c in order
+                if c != cast
+            )
+            again = ", all layers recomputed" if plan.activations == "full" else ""
             self.reasons[name] = (
-                f"{cast}: a step of {format_seconds(tried[cast])}, "
-                + ", ".join(f"{format_seconds(tried[c])} with {c}" for c in order if c != cast)
-                + f" (all states on the CPU); 16-bit takes {format_seconds(link[2])} {word} the link, float32 "
+                f"{cast}: a step of {format_seconds(tried[cast])}, {', '.join(others)}"
+                f" (all states on the CPU{again}); 16-bit takes {format_seconds(link[2])} {word} the link, float32 "
                 f"{format_seconds(link[4])}{self._measured_casts(name)}"
             )
         return plan

@@ -19,6 +19,8 @@ from urllib.parse import urlparse
 import pytest
 from playwright.sync_api import TimeoutError
 
+from superoffload.cli_running import lab_environment
+
 CHROMIUM_FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -40,15 +42,13 @@ class Lab:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.port = int(s.getsockname()[1])
-        env = dict(os.environ, HOME=str(folder), MPLCONFIGDIR=str(folder / "mpl"), OMP_NUM_THREADS="1")
+        env = dict(lab_environment(), HOME=str(folder), MPLCONFIGDIR=str(folder / "mpl"), OMP_NUM_THREADS="1")
         for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"):
             env[f"JUPYTER_{name}"] = str(folder / name)
         env |= {"IPYTHONDIR": str(folder / "ipython"), "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
                 "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces")}  # fmt: skip
         self.settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
         self.settings.mkdir(parents=True)
-        # JupyterLab asks once whether it may fetch news: a question over the figures, and a request to another host.
-        (self.settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
         self.log = folder / "server.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -57,8 +57,7 @@ class Lab:
 
     def command(self) -> list[str]:
         """What is run, after `python -m`."""
-        return ["jupyterlab", *self.common(), "--LabApp.news_url=None",
-                "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]  # fmt: skip
+        return ["jupyterlab", *self.common()]
 
     def common(self) -> list[str]:
         return ["--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={self.port}", "--ServerApp.port_retries=0",
@@ -202,9 +201,12 @@ class Page:
         return column_values
 
     def check_clean(self) -> None:
-        """Nothing left the machine and nothing went wrong in the browser."""
+        """Nothing left the machine, nothing went wrong in the browser, and JupyterLab laid no question of its own over
+        the figures."""
         assert not self.outside, f"requests to other hosts: {sorted(set(self.outside))}"
         assert not self.errors, f"console errors: {self.errors}"
+        asked = self.page.locator(".Toastify__toast").all_inner_texts()
+        assert not asked, f"JupyterLab asks: {asked}"
 
 
 @pytest.fixture(scope="session")

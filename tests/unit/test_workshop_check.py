@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -156,3 +157,12 @@ def test_a_wheel_folder_that_lacks_something_makes_the_check_fail(tmp_path: Path
     assert check.status == "ok" and check.value.startswith("3 wheels")
     (check,) = readiness._wheels(tmp_path / "absent")
     assert check.status == "bad" and "no such folder" in check.value
+
+
+def test_the_servers_defaults_come_after_a_persons_own_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUPYTER_CONFIG_PATH", raising=False)
+    alone = cli_running.lab_environment()["JUPYTER_CONFIG_PATH"]
+    settings = json.loads((Path(alone) / "labconfig" / "default_setting_overrides.json").read_text())
+    assert settings["@jupyterlab/apputils-extension:notification"]["fetchNews"] == "false"
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", "mine")
+    assert cli_running.lab_environment()["JUPYTER_CONFIG_PATH"] == os.pathsep.join(["mine", alone])
