@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as W
-import traitlets
 
 from superoffload.config import ModelRef, OptimizerConfig, TrainingConfig, TunedConfig
 from superoffload.draft import DRAFT_OPERATORS
@@ -29,16 +27,14 @@ from superoffload.widgets.bridge import ThemeBridge
 from superoffload.widgets.compare_panel import ComparePanel
 from superoffload.widgets.controls import Controls
 from superoffload.widgets.drawers import Drawer, Drawers
-from superoffload.widgets.elsewhere import SHAPE_FIELDS
 from superoffload.widgets.export_panel import ExportPanel
 from superoffload.widgets.foot import foot_html
 from superoffload.widgets.machine_panel import MachineMenu, MachinePanel
 from superoffload.widgets.measure_panel import MeasurePanel
-from superoffload.widgets.opening import autosave_path, check_model, dtype_of, profile_of
+from superoffload.widgets.opening import autosave_path, check_model, profile_of
 from superoffload.widgets.parts import (
     Guard,
     Latest,
-    Messages,
     button,
     cards_html,
     escape,
@@ -48,6 +44,7 @@ from superoffload.widgets.parts import (
 )
 from superoffload.widgets.report import Shown
 from superoffload.widgets.step_panel import StepPanel
+from superoffload.widgets.tuner_traits import TunerTraits
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,7 +53,7 @@ OPEN_WITH_DRAFT_ABOVE = 60_000
 """Operators of a step that takes more than a second to simulate: the Tuner opens with a draft of it."""
 
 
-class Tuner(W.VBox):  # type: ignore[misc]
+class Tuner(TunerTraits):
     """Turn the knobs of a plan and see the step change.
 
     Args:
@@ -76,10 +73,6 @@ class Tuner(W.VBox):  # type: ignore[misc]
     Raises:
         InputError: the arguments do not belong together.
     """
-
-    plan = traitlets.Instance(Plan)
-    trace = traitlets.Instance(Trace)
-    config = traitlets.Instance(TunedConfig)
 
     def __init__(
         self,
@@ -136,16 +129,10 @@ class Tuner(W.VBox):  # type: ignore[misc]
         return tuner
 
     def _build(self, session: sessions.Session, model: Any, batch: Any, source: ModelRef | str | None) -> None:
-        self.session, self._model, self._batch, self._source = session, model, batch, source
-        self._optimizer, self._training = (
-            OptimizerConfig(),
-            TrainingConfig.from_dict({"dtype": dtype_of(session.given)}),
-        )
-        self._syncing = False
-        self.measured: Trace | None = None
+        self._keep(session, source)
+        self._model, self._batch = model, batch
         self.recorded: MeasuredStep | None = None
         """The measured step that this was opened on."""
-        self.messages = Messages()
         self._guard = Guard(self.messages)
         self._bridge = ThemeBridge()
         self._bridge.observe(self._guard(lambda _: self._follow_theme(), keep=True), names="theme")
@@ -198,59 +185,12 @@ class Tuner(W.VBox):  # type: ignore[misc]
         self.add_class("so-tuner")
         self._refresh(figures_too=False)
 
-    # ---- traits --------------------------------------------------------------------------------------------------
-
-    @traitlets.validate("plan")
-    def _check_plan(self, proposal: Mapping[str, Any]) -> Plan:
-        plan: Plan = proposal["value"]
-        if self._syncing:
-            return plan
-        clamped = self.session.clamped(plan)
-        for field in SHAPE_FIELDS:
-            fixed = self.session.why_fixed(field)
-            if fixed and getattr(clamped, field) != getattr(self.session.profile, field):
-                raise InputError(f"{field} = {getattr(clamped, field)} is not what was profiled", remedy=fixed)
-        return clamped
-
-    @traitlets.validate("config")
-    def _check_config(self, proposal: Mapping[str, Any]) -> TunedConfig:
-        config: TunedConfig = proposal["value"]
-        if not self._syncing:
-            config.check_model(self.session.given.model_fingerprint, self.session.given.model)
-        return config
-
-    @traitlets.observe("plan", "trace", "config")
-    def _set_from_outside(self, change: Mapping[str, Any]) -> None:
-        if self._syncing:
-            return
-        new = change["new"]
-        if isinstance(new, Plan):
-            self.session.set_plan(new)
-        elif isinstance(new, Trace):
-            self.session.adopt(new)
-        else:
-            self._optimizer, self._training = new.optimizer, new.training
-            self.session.set_plan(new.plan)
-            if self.export_panel is not None:
-                self.export_panel.adopt(new)
-        self._refresh()
-
-    def make_config(
-        self, optimizer: OptimizerConfig | None = None, training: TrainingConfig | None = None
-    ) -> TunedConfig:
-        """The config of the present plan."""
-        s = self.session
-        return TunedConfig.create(
-            s.profile,
-            s.plan,
-            optimizer=optimizer or self._optimizer,
-            training=training or self._training,
-            model_source=self._source,
-            trace=s.trace if s.trace.source == "modelled" else None,
-            measured=s.trace if s.trace.source == "measured" else self.measured,
-        )
-
     # ---- callbacks -----------------------------------------------------------------------------------------------
+
+    def adopted(self, new: Plan | Trace | TunedConfig) -> None:
+        if isinstance(new, TunedConfig) and self.export_panel is not None:
+            self.export_panel.adopt(new)
+        self._refresh()
 
     def _apply(self, changes: dict[str, Any]) -> None:
         try:
@@ -350,10 +290,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         Raises:
             InputError: the plan is for a batch that this Tuner cannot show.
         """
-        for field in SHAPE_FIELDS:
-            fixed = self.session.why_fixed(field)
-            if fixed and getattr(plan, field) != getattr(self.session.profile, field):
-                raise InputError(f"{field} = {getattr(plan, field)} is not what was profiled", remedy=fixed)
+        self.check_size(plan)
         mine = self.session.plan.speculate
         if mine == "auto" and resolve_speculation(self.session.plan).speculate == plan.speculate:
             plan = plan.replace(speculate=mine)  # a simulated plan says what `auto` was taken for
@@ -394,7 +331,7 @@ class Tuner(W.VBox):  # type: ignore[misc]
         s = self.session
         if self.measured is not None and self.measured.plan.replace(reasons={}) != s.plan.replace(reasons={}):
             self.measured = None  # it would be compared with what it is not
-        self._publish()
+        self.publish()
         self.controls.show_plan(self._edits.pending)
         put(self._title, f'<div class="so-head"><b>{escape(s.given.model)}</b>'
              f"<span>{escape(vm.size_line(s.profile))}</span></div>")  # fmt: skip
@@ -413,26 +350,3 @@ class Tuner(W.VBox):  # type: ignore[misc]
             self.autotune_panel.form.offer()
         if self.machine_panel is not None:
             self.machine_panel.follow()
-
-    def _publish(self) -> None:
-        """Set the three traits together: an observer of one finds the others already new."""
-        self._syncing = True
-        try:
-            with self.hold_trait_notifications():
-                self.plan, self.trace = self.session.plan, self.session.trace
-                self.config = self.make_config()
-        finally:
-            self._syncing = False
-
-    def notify_change(self, change: Any) -> None:
-        """Tell observers. What another cell's observer raises is shown, and neither the observers of the other traits
-        nor the figures suffer; where a cell sets a trait itself, that cell gets the error."""
-        try:
-            super().notify_change(change)
-        except Exception as e:
-            if not self._syncing:
-                raise
-            name = escape(change["name"])
-            self.messages.error(e, f"A function that observes <code>{name}</code> of this Tuner failed. The plan has "
-                                   "been changed all the same. Mend that function, or take it off with "
-                                   f"<code>unobserve_all({name!r})</code>.")  # fmt: skip
