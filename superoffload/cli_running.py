@@ -134,10 +134,15 @@ def lab_command(notebooks: Path, *, browser: bool, port: int | None = None) -> l
 
 def lab_environment() -> dict[str, str]:
     """Environment of the server: a layer of defaults under a person's own settings, with which JupyterLab does not lay
-    a question about news over the first figure, and asks no other host."""
+    a question about news over the first figure, and asks no other host. Its terminals find this installation's
+    `superoffload`, as in an activated environment."""
     defaults = str(Path(__file__).parent / "lab_settings")
     given = os.environ.get("JUPYTER_CONFIG_PATH")
-    return {**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join([*([given] if given else []), defaults])}
+    return {
+        **os.environ,
+        "JUPYTER_CONFIG_PATH": os.pathsep.join([*([given] if given else []), defaults]),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+    }
 
 
 def _serve(command: list[str]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from superoffload.hardware import Hardware
 from superoffload.plan import Plan
@@ -55,6 +55,10 @@ class History:
     def neighbour(self, by: int) -> Edit:
         """The state `by` entries after the present one, which stays the present one until `move`."""
         return self._entries[self._position + by]
+
+    def machine_is(self, old: Hardware, new: Hardware) -> None:
+        """A machine's figures have been corrected: states on the old ones are states on the new ones now."""
+        self._entries = [replace(e, hardware=new) if e.hardware == old else e for e in self._entries]
 
     def move(self, by: int) -> None:
         self._position += by

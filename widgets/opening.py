@@ -9,6 +9,7 @@ from typing import Any
 
 from superoffload.errors import InputError
 from superoffload.profiler import Profile
+from superoffload.widgets.session_file import SavedSession
 
 AUTOSAVE_FOLDER = ".superoffload"
 
@@ -41,6 +42,24 @@ def check_model(model: Any, profile: Profile) -> None:
 def dtype_of(profile: Profile) -> str:
     """The parameters' dtype, of the largest block."""
     return max(profile.blocks, key=lambda b: b.params).dtype if profile.blocks else "bfloat16"
+
+
+def left_session(path: Path | None, profile: Profile) -> SavedSession | None:
+    """The session of this model that was left in a Tuner's autosave file; None where there is none."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        left = SavedSession.load(path)
+    except InputError:
+        return None
+    return left if left.profile.model_fingerprint == profile.model_fingerprint else None
+
+
+def put_aside(path: Path) -> Path:
+    """Rename an autosave file that somebody else's edits are about to take the place of; return its new name."""
+    aside = path.with_name(f"{path.stem}.before{path.suffix}")
+    path.replace(aside)
+    return aside
 
 
 def autosave_path(choice: str | os.PathLike[str] | bool, profile: Profile) -> Path | None:

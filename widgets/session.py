@@ -160,7 +160,7 @@ class Session:
 
     def replace_profile(self, profile: Profile, uncalibrated: Profile | None = None) -> None:
         """Go on with another profile of the same model at the same size: a corrected one, say. The plan stays, and a
-        modelled baseline is modelled anew; the undo history begins anew, since its states were of the old one.
+        modelled baseline is modelled anew. The undo history stays too: its states are plans and machines.
 
         Args:
             uncalibrated: what `profile` was before it was corrected, where it was.
@@ -178,8 +178,32 @@ class Session:
             plan, on = again
             self._baseline = self._modelled_baseline(plan, hardware if on.name == profile.hardware.name else on)
         self.uncalibrated = uncalibrated
-        self._history = History(self.plan, self.hardware)
+        self._history.machine_is(old[0].hardware, profile.hardware)
         self.saver()
+
+    def go_on_from(self, left: SavedSession) -> bool:
+        """Take over the edits and the baseline of a session of the same model that was left, as one edit that Undo
+        takes back; return whether there was anything to take over. What that session saw as its own machine is the
+        profile's here.
+
+        Raises:
+            InputError: its plan cannot be shown here; nothing has changed then.
+        """
+
+        def here(hardware: Hardware) -> Hardware:
+            return self.given.hardware if hardware == left.profile.hardware else hardware
+
+        as_here = self.shows(left.plan) and here(left.hardware) == self.hardware
+        if as_here and left.baseline is None:
+            return False
+        baseline = Baseline(left.baseline) if left.baseline is not None else None
+        if left.baseline_plan is not None and left.baseline_hardware is not None:
+            baseline = self._modelled_baseline(left.baseline_plan, here(left.baseline_hardware))
+        if not as_here:
+            self.set_plan(left.plan, here(left.hardware))
+        self._baseline = baseline
+        self.saver()
+        return True
 
     def adopt(self, trace: Trace) -> None:
         """Show a trace that was made elsewhere, and take over its plan."""
@@ -195,6 +219,10 @@ class Session:
     def unpin(self) -> None:
         self._baseline = None
         self.saver()
+
+    def shows(self, plan: Plan) -> bool:
+        """Whether this is the present plan, whoever chose it."""
+        return plan.replace(reasons={}) == self.plan.replace(reasons={})
 
     # ---- undo ----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import ipywidgets as W
 
 from superoffload.config import ModelRef, OptimizerConfig, TrainingConfig, TunedConfig
 from superoffload.draft import DRAFT_OPERATORS
-from superoffload.errors import InputError
+from superoffload.errors import InputError, SuperOffloadError
 from superoffload.hardware import Hardware
 from superoffload.measured_step import MeasuredStep
 from superoffload.plan import Plan
@@ -31,7 +31,7 @@ from superoffload.widgets.export_panel import ExportPanel
 from superoffload.widgets.foot import foot_html
 from superoffload.widgets.machine_panel import MachineMenu, MachinePanel
 from superoffload.widgets.measure_panel import MeasurePanel
-from superoffload.widgets.opening import autosave_path, check_model, profile_of
+from superoffload.widgets.opening import autosave_path, check_model, left_session, profile_of, put_aside
 from superoffload.widgets.parts import (
     Guard,
     Latest,
@@ -43,6 +43,7 @@ from superoffload.widgets.parts import (
     style_sheet,
 )
 from superoffload.widgets.report import Shown
+from superoffload.widgets.session_file import SavedSession
 from superoffload.widgets.step_panel import StepPanel
 from superoffload.widgets.tuner_traits import TunerTraits
 
@@ -65,7 +66,8 @@ class Tuner(TunerTraits):
         batch: a batch of the model's inputs; with it the panel can also measure real steps.
         model: the torch model of a profile that was made before, to measure real steps with `batch`.
         autosave: file that keeps the edits; by default ``.superoffload/<model>-<hardware>.json`` in the working folder,
-            False keeps them in memory only.
+            False keeps them in memory only. Edits that it holds of this model are taken over; anything else that it
+            holds is put aside, not overwritten.
         model_source: where training finds the weights (preset, Hugging Face id, folder): goes into the config.
 
     Traits `plan`, `trace` and `config` can be read, observed and set from other cells.
@@ -97,12 +99,35 @@ class Tuner(TunerTraits):
             model, profile = profile, profile_of(profile, batch)
         elif model is not None:
             check_model(model, profile)
-        session = sessions.Session(profile, plan, hardware, baseline, autosave_path(autosave, profile),
-                                   draft_above=OPEN_WITH_DRAFT_ABOVE if loop_runs() else None)  # fmt: skip
+        path, draft_above = autosave_path(autosave, profile), OPEN_WITH_DRAFT_ABOVE if loop_runs() else None
+        session = sessions.Session(profile, plan, hardware, baseline, path, draft_above=draft_above)
+        # With a plan, machine or baseline of its own this call says itself what is to be shown.
+        told = self._after(left_session(path, profile), session, go_on=plan is hardware is baseline is None)
         self._build(session, model, batch, model_source)
+        if told:
+            self.messages.notice(told)
         self.recorded = recorded
         if recorded is not None:
             self.show_measured(recorded.trace)
+
+    @staticmethod
+    def _after(left: SavedSession | None, session: sessions.Session, *, go_on: bool) -> str:
+        """Go on from what the autosave file holds, or keep that from being overwritten; say which."""
+        path = session.autosave
+        if path is None or not path.is_file():
+            return ""
+        if left is not None and go_on:
+            try:
+                with session.drafting(OPEN_WITH_DRAFT_ABOVE) if loop_runs() else nullcontext():
+                    if not session.go_on_from(left):
+                        return ""
+            except SuperOffloadError:
+                pass  # of another version, or for a batch that this profile cannot tell about
+            else:
+                return f"Opened as it was left in {escape(str(path))}. <i>Undo</i> goes back to the automatic plan."
+        if left is not None and left.baseline is None and session.shows(left.plan):
+            return ""
+        return f"What {escape(str(path))} held is kept in {escape(str(put_aside(path)))}."
 
     @classmethod
     def restore(

@@ -274,7 +274,9 @@ def _browser() -> Iterator[Check]:
     try:
         name = getattr(webbrowser.get(), "name", "") or "the system's"
     except webbrowser.Error:
-        yield Check("browser", "note", "none found from here", "Open the printed address by hand: lab --no-browser")
+        yield Check(
+            "browser", "note", "none found from here", "Open the printed address by hand: superoffload lab --no-browser"
+        )
         return
     yield Check("browser", "ok", str(name))
 

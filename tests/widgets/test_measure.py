@@ -272,12 +272,16 @@ def test_calibration_keeps_machines_and_models_the_baseline_anew(model: nn.Modul
     panel.start.click()
     panel.wait(60)
     panel.correct.click()
+    assert t.session.can_undo, "a correction takes no edit away"
     assert t.session.pinned is not None and t.session.baseline is not None
     assert t.session.pinned.step_s == t.session.baseline.step_s == pytest.approx(t.trace.step_s)
     t.machine.value = other
     assert t.session.hardware.name == "other-box"
     t.machine.value = own
     assert t.session.hardware == t.session.given.hardware
+    t.undo.click()
+    t.undo.click()
+    assert t.session.hardware == t.session.given.hardware, "before them this machine was shown, as it is corrected now"
 
 
 def test_what_cannot_be_measured_is_refused_in_the_panel(model: nn.Module, profiled: Profile) -> None:

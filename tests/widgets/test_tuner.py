@@ -341,6 +341,45 @@ def test_autosave_and_restore(profile: Profile, sent: Sent, tmp_path: Path) -> N
     t.close_all()
 
 
+def test_opened_again_it_goes_on_where_it_was_left(profile: Profile, sent: Sent, tmp_path: Path) -> None:
+    """As after a restart of the kernel, when the same cell runs again."""
+    path = tmp_path / "session.json"
+    t = Tuner(profile, autosave=path)
+    chosen = t.plan
+    t.pin.click()
+    t.controls.retained.value = 11
+    t.machine.value = "gb200"
+    again = Tuner(profile, autosave=path)
+    assert again.plan == t.plan and again.trace == t.trace
+    assert again.session.baseline == t.session.baseline
+    assert again.session.pinned is not None and again.session.pinned.events == t.session.pinned.events
+    assert again.machine.value == "gb200" and "as it was left" in again.messages.value
+    assert Tuner.restore(path).plan == t.plan, "what was saved is still there"
+    again.undo.click()
+    assert again.plan == chosen and again.session.hardware == profile.hardware
+    t.close_all()
+
+
+def test_what_an_autosave_file_holds_is_never_overwritten_by_other_edits(
+    profile: Profile, small_profile: Profile, sent: Sent, tmp_path: Path
+) -> None:
+    path, aside = tmp_path / "session.json", tmp_path / "session.before.json"
+    t = Tuner(profile, autosave=path)
+    t.controls.retained.value = 11
+    left = t.plan
+    other = Tuner(small_profile, autosave=path)
+    assert aside.name in other.messages.value
+    other.controls.threads.value = 2
+    assert Tuner.restore(aside).plan == left
+    assert Tuner.restore(path).plan == other.plan
+    given = Tuner(small_profile, other.plan, autosave=path)
+    assert given.plan == other.plan and not given.messages.value, "the same plan takes the place of nothing"
+    path.write_text("{")
+    Tuner(small_profile, autosave=path)
+    assert aside.read_text() == "{"
+    t.close_all()
+
+
 def test_a_place_that_cannot_be_written_does_not_stop_the_tuning(profile: Profile, sent: Sent, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     t = Tuner(profile, autosave=tmp_path / "file" / "session.json")
