@@ -12,32 +12,30 @@ import itertools
 import random
 import threading
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from superoffload import graph, planner, simulator
+from superoffload import planner
 from superoffload.config import library_versions
 from superoffload.errors import InputError, did_you_mean
-from superoffload.memory import Place, ledger
 from superoffload.plan import Plan
-from superoffload.planner_pace import Pace
 from superoffload.profile_scaling import rescale
 from superoffload.profiler import Profile
 from superoffload.search_asked import given_chips, sequences_per_step, start_batch, within
+from superoffload.search_basins import basins
+from superoffload.search_reasons import reasons_of
 from superoffload.search_result import (
     OBJECTIVES,
-    SAME,
     Objective,
     SearchResult,
     SearchSettings,
     Trial,
-    difference,
     front,
     judge,
     order,
     ranked,
 )
-from superoffload.search_space import AXES, Point, Space, plan_key
-from superoffload.units import TERA
+from superoffload.search_space import Point, Space, plan_key
+from superoffload.search_trying import Trying
 
 FINALISTS = 8
 """So many of the best plans are simulated with their own buckets; as many again of those that differ in the bucket size
@@ -46,8 +44,6 @@ LEADERS = 4
 """So many of the best are, whenever the search asks which is the best."""
 SETTLING = 80
 """Trials kept back (a quarter at most) for the neighbours of the best plan, which give the reasons for its values."""
-QUICK_BUCKETS = 64
-"""Buckets of a quick simulation, at most."""
 REDRAWN = (0.2, 0.35, 0.6)
 """Chances of each field to be drawn anew where a descent has ended; one of them is taken each time."""
 STUCK = 200
@@ -163,10 +159,7 @@ class _Search:
         """Plan -> number of its trial."""
         self.points: dict[Point, int] = {}
         """Point -> number of its trial; several points may be the same plan."""
-        self.seconds: dict[tuple[Any, ...], float] = {}
-        """Plan of a quick simulation -> seconds."""
-        self.between: dict[tuple[Any, ...], float] = {}
-        """`_between` of a plan -> seconds of a micro-batch that is neither the first nor the last."""
+        self.trying = Trying(self.space.task)
         self.best = 0
         self.cancel: Callable[[], bool] = lambda: False
         self.progress: Callable[[int, int, Trial | None], None] = lambda done, total, best: None
@@ -197,7 +190,8 @@ class _Search:
         trials = judge(self.settings, self.trials)
         best = next((t for t in trials if t.verdict == "best"), None)
         if best is not None:
-            told = best.model_copy(update={"plan": best.plan.model_copy(update={"reasons": self._reasons(best)})})
+            why = reasons_of(best, self.settings, self.space, self.points, self.trials, self.trying)
+            told = best.model_copy(update={"plan": best.plan.model_copy(update={"reasons": why})})
             trials = tuple(told if t.number == best.number else t for t in trials)
         return SearchResult(
             settings=self.settings,
@@ -224,7 +218,7 @@ class _Search:
         self._check()
         number = self.numbers[key] = len(self.trials)
         plan = plan.model_copy(update={"reasons": {}})
-        trial, over = self._try(number, plan)
+        trial, over = self.trying.first(number, plan)
         self.trials.append(trial)
         self.scores.append(self._score(trial, over))
         if self.scores[number] < self.scores[self.best]:
@@ -238,33 +232,6 @@ class _Search:
         if self.trials and self.cancel():
             raise _Cancelled
 
-    def _try(self, number: int, plan: Plan) -> tuple[Trial, int]:
-        """Try a plan; also return how many bytes it is over the budgets."""
-        profile = self.space.task.of(plan)
-        try:
-            account = ledger(profile, plan)
-        except InputError as e:
-            return Trial(number=number, plan=plan, verdict="impossible", reason=f"impossible: {e.what}"), 2**62
-        memory: dict[str, Any] = {f"{place}_bytes": account.total(place) for place in get_args(Place)}
-        over = account.overflow()
-        if over:
-            found = Trial.model_construct(
-                number=number, plan=plan, verdict="does not fit", reason=f"does not fit: {account.shortage()}", **memory
-            )
-            return found, sum(over.values())
-        found = Trial.model_construct(number=number, plan=plan, verdict="dominated", reason="", **memory)
-        return self._timed(found, self._quickly(profile, plan), exact=False), 0
-
-    def _timed(self, trial: Trial, seconds: float, *, exact: bool) -> Trial:
-        profile, plan = self.space.task.of(trial.plan), trial.plan
-        flops, peak = profile.model_flops * plan.accumulation, profile.hardware.gpu.peak_bf16_tflops * TERA
-        return trial.model_copy(
-            update={
-                "step_s": seconds, "tokens_per_s": plan.tokens_per_step / seconds,
-                "mfu": flops / seconds / peak if peak else 0.0, "exact": exact,
-            }
-        )  # fmt: skip
-
     def _score(self, trial: Trial, over: int) -> Score:
         """Smaller is better: first those that fit and are fast enough, then the nearest to that."""
         if not trial.ran:
@@ -274,26 +241,6 @@ class _Search:
             return (1.0, goal - trial.tokens_per_s)
         return (0.0, *order(self.settings.objective, trial))
 
-    def _quickly(self, profile: Profile, plan: Plan) -> float:
-        """Seconds per step with fewer buckets and micro-batches."""
-        quick = Pace(profile).coarse(plan, QUICK_BUCKETS)
-        key = plan_key(quick)
-        if key not in self.seconds:
-            self.seconds[key] = self._few(profile, quick)
-        return self.seconds[key]
-
-    def _few(self, profile: Profile, plan: Plan) -> float:
-        """Seconds of a step, simulated with two micro-batches and, where it is not known from another plan, one more
-        for what each of the others takes."""
-        if plan.accumulation <= 3:
-            return simulator.step_seconds(profile, plan)
-        two = simulator.step_seconds(profile, plan.model_copy(update={"accumulation": 2}))
-        key = _between(plan)
-        if key not in self.between:
-            three = simulator.step_seconds(profile, plan.model_copy(update={"accumulation": 3}))
-            self.between[key] = three - two
-        return two + (plan.accumulation - 2) * self.between[key]
-
     # Which plans are tried
 
     def _descend(self) -> None:
@@ -301,16 +248,16 @@ class _Search:
         far with another combination of the basins' fields, or with any fields drawn anew."""
         limit = self.settings.trials - min(SETTLING, self.settings.trials // 4)
         values = list(self.space.values.values())
-        basins = self._basins()
+        promising = basins(self.space, self._check)
         here, descents, stuck = self.space.start, 0, 0
         while len(self.trials) < limit and stuck < STUCK:
             before = len(self.trials)
             self._down(here, limit)
             stuck = 0 if len(self.trials) > before else stuck + 1
             here, descents = self.point_of(self.best), descents + 1
-            basins = [b for b in basins if b[0] > self._least_tokens_per_s()]
-            if basins and descents % 2:
-                _, chosen = basins.pop(0)
+            promising = [b for b in promising if b[0] > self._least_tokens_per_s()]
+            if promising and descents % 2:
+                _, chosen = promising.pop(0)
                 here = self._down(tuple(chosen.get(i, k) for i, k in enumerate(here)), limit, frozen=tuple(chosen))
             else:
                 chance = self.rng.choice(REDRAWN)
@@ -334,29 +281,6 @@ class _Search:
             else:
                 return here
         return here
-
-    def _basins(self) -> list[tuple[float, dict[int, int]]]:
-        """Combinations of the basins' fields (axis -> candidate), each with the tokens/s that the GPU would reach if it
-        never waited: the most promising first."""
-        axes = [i for i, name in enumerate(self.space.values) if AXES[name].basin]
-        sizes = [len(v) for v in self.space.values.values()]
-        found: dict[tuple[Any, ...], tuple[float, dict[int, int]]] = {}
-        for combination in itertools.product(*(range(sizes[i]) for i in axes)):
-            chosen = dict(zip(axes, combination, strict=True))
-            plan = self.space.plan(tuple(chosen.get(i, k) for i, k in enumerate(self.space.start)))
-            plan = plan.model_copy(update={"flow_blocks": (), "retained_buckets": 0})
-            if (key := plan_key(plan)) in found:
-                continue
-            self._check()
-            profile = self.space.task.of(plan)
-            one, two = (
-                graph.build(
-                    profile, Pace(profile).coarse(plan.model_copy(update={"accumulation": n}), QUICK_BUCKETS)
-                ).load("gpu")
-                for n in (1, 2)
-            )
-            found[key] = plan.tokens_per_step / (one + (plan.accumulation - 1) * (two - one)), chosen
-        return sorted(found.values(), key=lambda b: -b[0])
 
     def _least_tokens_per_s(self) -> float:
         """What a plan has to reach to be of use."""
@@ -412,77 +336,8 @@ class _Search:
         return enough[0].number if enough else None
 
     def _exactly(self, number: int) -> None:
-        trial = self.trials[number]
-        if not trial.exact:
-            seconds = simulator.step_seconds(self.space.task.of(trial.plan), trial.plan)
-            self.trials[number] = self._timed(trial, seconds, exact=True)
-
-    # Why
-
-    def _reasons(self, best: Trial) -> dict[str, str]:
-        """One sentence for each field that was not given: what its other values would have cost."""
-        plan, fixed = best.plan, self.space.task.fixed
-        reasons = {k: v for k, v in self.start.reasons.items() if k not in self.space.values}
-        if best.number == 0:
-            reasons = dict(self.start.reasons)
-        if "accumulation" not in self.settings.knobs:
-            reasons["accumulation"] = (
-                f"{plan.accumulation}: {plan.tokens_per_step:,} tokens per step in micro-batches of "
-                f"{plan.micro_batch} x {plan.seq_len:,}"
-            )
-        if plan.chips > 1:
-            group = plan.sequence_parallel
-            sharing = f"{plan.chips} chips, of which {group} share{'s' * (group == 1)} a sequence"
-            for name in ("data_parallel", "sequence_parallel"):
-                if name not in self.settings.knobs:
-                    reasons[name] = f"{getattr(plan, name)}: {sharing}"
-        point = next((p for p, n in self.points.items() if n == best.number), None)
-        for i, (name, values) in enumerate(self.space.values.items()):
-            if point is None or name in fixed:
-                continue
-            others = [
-                (k, self.points.get((*point[:i], k, *point[i + 1 :]))) for k in range(len(values)) if k != point[i]
-            ]
-            tried = [(k, n) for k, n in others if n is not None and n != best.number]
-            if AXES[name].ordered:  # the nearest on either side
-                below, above = [x for x in tried if x[0] < point[i]], [x for x in tried if x[0] > point[i]]
-                tried = [*below[-1:], *above[:1]]
-            value = _short(getattr(plan, name))
-            told = [f"{_short(getattr(self.trials[n].plan, name))} is {self._against(n, best)}" for _, n in tried]
-            if AXES[name].only(plan) is not None:
-                told = ["the only one that makes sense beside the other fields"]
-            reasons[name] = f"{value}: " + ("; ".join(told) or "no other value was tried beside the other fields")
-        return reasons
-
-    def _against(self, number: int, best: Trial) -> str:
-        """What is worse about another trial. Both from quick simulations, so that they compare."""
-        other = self.trials[number]
-        if not other.ran:
-            return other.reason.replace("does not fit: ", "too much, ")
-        pair = [self._timed(t, self._quickly(self.space.task.of(t.plan), t.plan), exact=False) for t in (other, best)]
-        told = difference(*pair)
-        return "no different" if told == SAME else told
-
-
-OF_THE_LAST = frozenset({"speculate", "undo", "undo_buckets", "adam_threads", "cast_up", "accumulation"})
-"""Fields that only matter once the last micro-batch's gradients come."""
-OF_GRADIENTS = frozenset({"bucket_mb", "retained_buckets", "master", "cast_down"})
-"""And those that do so where gradients wait on the GPU."""
-
-
-def _between(plan: Plan) -> tuple[Any, ...]:
-    """What a micro-batch in the middle of a step depends on."""
-    no_matter = OF_THE_LAST if plan.accumulate_on == "cpu" else OF_THE_LAST | OF_GRADIENTS
-    return tuple(part for name, part in zip(Plan.knobs(), plan_key(plan), strict=True) if name not in no_matter)
+        self.trials[number] = self.trying.exact(self.trials[number])
 
 
 def _but_for_buckets(plan: Plan) -> tuple[Any, ...]:
     return plan_key(plan.model_copy(update={"bucket_mb": 1.0, "retained_buckets": 0}))
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{len(value)} layers {next(iter(value.values()))}" if value else "none"
-    if isinstance(value, tuple):
-        return f"{len(value)} blocks" if value else "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)

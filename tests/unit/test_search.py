@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from superoffload import autotune, graph, simulator
+from superoffload import autotune, graph, search_trying, simulator
 from superoffload.autotune import search
 from superoffload.errors import InputError
 from superoffload.estimating import estimate
@@ -274,7 +274,7 @@ def test_quick_simulations_are_near_the_exact_ones(profile: Profile) -> None:
     rng, errors = random.Random(2), []
     while len(errors) < 20:
         plan = run.space.plan(tuple(rng.randrange(len(v)) for v in run.space.values.values()))
-        trial, over = run._try(0, plan)
+        trial, over = run.trying.first(0, plan)
         if not over and trial.step_s:
             errors.append(abs(trial.step_s / simulator.step_seconds(of(profile, plan), plan) - 1))
     assert sorted(errors)[10] < 0.005
@@ -283,12 +283,12 @@ def test_quick_simulations_are_near_the_exact_ones(profile: Profile) -> None:
 
 def test_no_plan_is_called_the_best_for_a_quick_number(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     """With quick simulations that flatter many plans, and few finalists, the best still is a true one."""
-    quickly = autotune._Search._quickly
+    quickly = search_trying.Trying._quickly
 
     def flattering(self: Any, of: Profile, plan: Plan) -> float:
         return quickly(self, of, plan) * (0.5 if plan.cast_down == "cpu" else 1.0)
 
-    monkeypatch.setattr(autotune._Search, "_quickly", flattering)
+    monkeypatch.setattr(search_trying.Trying, "_quickly", flattering)
     monkeypatch.setattr(autotune, "FINALISTS", 2)
     done: list[int] = []  # cancelled, so that the finalists come at once
     result = search(profile, tokens=16384, cancel=lambda: len(done) > 120, progress=lambda n, *_: done.append(n))
