@@ -12,7 +12,9 @@ from types import FrameType
 from typing import Any
 
 from superoffload import cli_planning as planning
+from superoffload import cli_profiles as profiles
 from superoffload.cli_running import machine_notes, require_torch
+from superoffload.cli_settings import parse_knobs, with_chip_options
 from superoffload.errors import DoesNotFit, InputError
 from superoffload.plan import Plan, check_one_chip
 from superoffload.profiler import Profile
@@ -32,7 +34,7 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
     """``superoffload search``: exit code 2 where no plan meets the budgets; what was tried is written all the same."""
     from superoffload import autotune
 
-    knobs = planning._chip_knobs(args, planning._knobs(args.set))
+    knobs = with_chip_options(args, parse_knobs(args.set))
     args.compile_blocks = bool(knobs.get("compile_blocks"))  # a model that is measured here is measured so
     prof = _profile(args)
     if args.micro_batch is not None:
@@ -55,7 +57,7 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
     if args.measure and found.best is not None:
         check_one_chip(found.best.plan)
         found = _measure(found, args.measure)
-    planning._save(found.save, args.out, "search")
+    planning.write_if_asked(found.save, args.out, "search")
     best = found.winner
     if best is None:
         near = found.nearest
@@ -66,7 +68,7 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
     if best.plan.chips > 1:
         print(f"note: superoffload train refuses it: the engine trains on one chip, the plan is for {best.plan.chips}")
     if args.config:
-        planning._save(_tuned(found, best, args.source).save, args.config, "tuned config")
+        planning.write_if_asked(_tuned(found, best, args.source).save, args.config, "tuned config")
     return {
         "objective": found.settings.objective,
         "method": found.method,
@@ -98,9 +100,9 @@ def tokens(text: str) -> int | str:
 def _profile(args: argparse.Namespace) -> Profile:
     """The profile to search for; where its plans are to be measured, one of this machine."""
     if not args.measure:
-        return planning._profile_for(args)
+        return profiles.profile_for(args)
     require_torch("measuring plans")
-    prof = planning._profile_for(args) if args.profile else planning._measure(args) if args.model else None
+    prof = profiles.profile_for(args) if args.profile else profiles.measure(args) if args.model else None
     if prof is None:
         raise InputError("nothing to search for", remedy="Add --model NAME, or --profile FILE")
     if prof.source != "measured" or prof.hardware.source != "probed":

@@ -95,9 +95,9 @@ def test_a_folder_without_a_model_is_refused(capsys: pytest.CaptureFixture[str])
 
 def test_the_planner_knows_the_small_model_by_its_name() -> None:
     """The planning half cannot ask model_source, which imports torch."""
-    from superoffload import cli_planning, model_source
+    from superoffload import cli_profiles, model_source
 
-    assert cli_planning.SMALL == model_source.SMALL
+    assert cli_profiles.SMALL == model_source.SMALL
 
 
 def test_a_plan_of_another_machine_is_named_before_training(
