@@ -348,7 +348,7 @@ def test_copies_of_the_model_are_plain(graphs):
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert not isinstance(copied.layers[0].forward, BlockForward)
             opt.synchronize()
-            assert torch.equal(copied(X[:5]), expected[:5])
+            torch.testing.assert_close(copied(X[:5]), expected[:5])  # MKL's bits depend on the number of rows
             copied(X[:5]).sum().backward()
         assert graphs.frame_count == made
 

@@ -109,6 +109,7 @@ def test_a_forked_child_that_uses_the_optimizer_is_told(state):
         import os, signal, sys, torch, warnings
         from superoffload.engine import OffloadAdamW
         from superoffload.errors import EngineError
+        torch.set_num_threads(1)  # MKL would wait for OpenMP's threads, which do not live on in a child
         model, x = torch.nn.Linear(700, 700), torch.ones(1, 700)
         opt = OffloadAdamW(model, bucket_mb=0.25, speculate="on")
         def backward():
