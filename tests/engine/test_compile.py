@@ -343,12 +343,13 @@ def test_a_forward_that_somebody_has_set_is_what_is_compiled(graphs):
 def test_copies_of_the_model_are_plain(graphs):
     model = Stack()
     with make(model, activations="none") as opt:
-        expected = model(X)
+        model(X)
         made = graphs.frame_count
+        expected = Stack()(X[:5])  # of as many rows: MKL's bits depend on their number on some processors
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert not isinstance(copied.layers[0].forward, BlockForward)
             opt.synchronize()
-            torch.testing.assert_close(copied(X[:5]), expected[:5])  # MKL's bits depend on the number of rows
+            assert torch.equal(copied(X[:5]), expected)
             copied(X[:5]).sum().backward()
         assert graphs.frame_count == made
 
