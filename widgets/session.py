@@ -176,7 +176,7 @@ class Session:
             raise
         if self._baseline is not None and (again := self._baseline.modelled) is not None:
             plan, on = again
-            self._baseline = self._modelled_baseline(plan, hardware if on.name == profile.hardware.name else on)
+            self._baseline = self._modelled_baseline(plan, profile.hardware if on.name == profile.hardware.name else on)
         self.uncalibrated = uncalibrated
         self._history.machine_is(old[0].hardware, profile.hardware)
         self.saver()
